@@ -84,6 +84,17 @@ def test_modules_with_nan_or_inf_are_named_and_the_rest_is_measured(tmp_path: Pa
     json.dumps(report.as_dict(spectra=True), allow_nan=False)
 
 
+@pytest.mark.parametrize(("part", "id"), [("lora_up.weight", "lora_is_zero"), ("alpha", "lora_alpha_zero")])
+def test_a_file_that_changes_nothing_says_so_first(tmp_path: Path, part: str, id: str) -> None:
+    tensors: Tensors = {}
+    for index in range(3):
+        name = f"lora_unet_down_blocks_1_attentions_{index}_proj_in"
+        tensors |= factors(name, 8, 8, 2, seed=index) | {f"{name}.alpha": torch.tensor(2.0)}
+        tensors[f"{name}.{part}"] = tensors[f"{name}.{part}"] * 0.0
+    findings = inspected(tmp_path, tensors).findings
+    assert (findings[0].id, findings[0].evidence["modules"]) == (id, 3)
+
+
 def test_dead_columns_and_modules_near_zero(tmp_path: Path) -> None:
     tensors: Tensors = {}
     for index in range(5):

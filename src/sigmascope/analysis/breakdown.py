@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from sigmascope import units
 from sigmascope.analysis.generations import cases
+from sigmascope.analysis.lora_state import idle_lora
 from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
 from sigmascope.plain_text import in_one_line
@@ -314,13 +315,13 @@ def _sum_of_known(first: float | None, second: float | None) -> float | None:
 
 
 def headline(run: Run, *, with_whole_error: bool = True) -> str:
-    """A sentence on what went wrong, or else on where the time went, and one on where memory was highest.
+    """A sentence on what went wrong, or else on LoRAs that do nothing, or on where the time went, and one on where memory was highest.
 
     Args:
         run: The run.
         with_whole_error: Otherwise of an error of many lines there is the first one, and how many more it has.
     """
-    first = _failure(run, with_whole_error) or _fault(run) or _waste(run) or _longest(run)
+    first = _failure(run, with_whole_error) or _fault(run) or idle_lora(run) or _waste(run) or _longest(run)
     return " ".join(filter(None, (first, _peak(run))))
 
 

@@ -514,8 +514,8 @@ def _of_checks(run: Run) -> Iterator[tuple[str, object]]:
     if results:
         against = sum(result == "contradicted" for result in results.values())
         yield (
-            "LoRAs in the weights",
-            f"contradicted in {units.counted(against, 'weight')}" if against else "confirmed",
+            "weights in use",
+            f"{units.counted(against, 'weight')} not as the LoRAs say" if against else "as the LoRAs say",
         )
 
 

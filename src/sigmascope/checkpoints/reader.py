@@ -298,7 +298,8 @@ def _subfolder_hint(folder: Path) -> str:
     if inside:
         rest = rest_command(folder.absolute())
         missing = f" Or download the rest: {rest}" if rest else ""
-        return f"Its folders {', '.join(inside[:8])} have some: name one of them.{missing}"
+        where = "folder" if len(inside) == 1 else "folders"
+        return f"Give its {where} with weights instead: {' or '.join(inside[:8])}.{missing}"
     return "Name a .safetensors file, an index, or a .ckpt."
 
 

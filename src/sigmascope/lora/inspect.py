@@ -7,7 +7,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import prod, sqrt
@@ -30,9 +30,10 @@ from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import as_float64, effective_rank, max_rank, root_sum_square, stable_rank
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_any_kind
-from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict
+from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, verdict_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
+from sigmascope.units import counted
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
@@ -150,7 +151,7 @@ class LoraInspection:
         unused_keys: Keys that belong to none.
         metadata: The header.
         hosts: What diffusers and ComfyUI make of it.
-        findings: `lora_hosts_differ`, if they differ.
+        findings: `lora_is_zero` or `lora_alpha_zero` if no module changes anything, `lora_hosts_differ` if hosts differ.
     """
 
     path: Path
@@ -283,7 +284,18 @@ def inspect_lora(
             unused_keys=lora.unused_keys,
             metadata=dict(lora.metadata),
             hosts=hosts,
-            findings=host_findings(hosts, Path(path)),
+            findings=(*_zero_findings(lora, strengths), *host_findings(hosts, Path(path))),
+        )
+
+
+def _zero_findings(lora: LoraFile, strengths: Mapping[str, ModuleStrength]) -> Iterator[Finding]:
+    """That the whole file changes nothing, whatever model it is for."""
+    if strengths and all(module.norm == 0.0 for module in strengths.values()):
+        by_alpha = all(getattr(lora.change(name), "scale", None) == 0.0 for name in strengths)
+        yield verdict_finding(
+            "lora_alpha_zero" if by_alpha else "lora_is_zero",
+            {"modules": len(strengths), "norm": 0.0},
+            modules=counted(len(strengths), "module"),
         )
 
 

@@ -207,8 +207,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_as_before": VerdictRow(
         "info",
-        "Nothing changed: {weights} had the same changes when the baseline was taken.",
-        "Take the baseline before you apply the LoRA.",
+        "Nothing changed: {weights} had the same changes before.",
+        "Nothing in a watch. If you took the baseline yourself, take it before you apply the LoRA.",
     ),
     "lora_registered_only": VerdictRow(
         "info",

@@ -24,6 +24,7 @@ from sigmascope.analysis.breakdown import (
     large_rows,
     run_findings,
 )
+from sigmascope.analysis.lora_state import acting_lora
 from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.plain_text import Harmless, in_one_line
 from sigmascope.records.performance import (
@@ -79,6 +80,7 @@ def render_summary(run: Run) -> RenderableType:
     parts: list[RenderableType] = [
         Rule(Text(f"Run: {in_one_line(run.name)}{state}")),
         Text(verdict, style="bold"),
+        *_acting(run),
         *_raised_at(run, " → "),
         *_time_bars(run),
         *_damage(run),
@@ -88,6 +90,12 @@ def render_summary(run: Run) -> RenderableType:
     more = f"{counted(left, 'more finding')}, stages" if left > 0 else "Stages"
     parts.append(Text(f"{more}, memory and tensors: run.print(full=True), or --full", style="dim"))
     return Harmless(Group(*parts))
+
+
+def _acting(run: Run) -> Iterator[Text]:
+    acts = acting_lora(run)
+    if acts is not None:
+        yield Text(acts)
 
 
 def _short_finding(finding: Finding, verdict: str) -> Text:
@@ -162,6 +170,7 @@ def render_run(run: Run) -> RenderableType:
     parts: list[RenderableType] = [
         Rule(Text(f"Run: {in_one_line(run.name)}")),
         Text(headline(run, with_whole_error=False), style="bold"),  # `_errors` has all of it
+        *_acting(run),
         *_header(run),
         *_stacks(run),
         _stage_table(run),

@@ -38,7 +38,7 @@ _MARKS: Final = re.compile(r"([\\`*_{}\[\]#!|~])")
 _SPECIAL: Final = {"&": "&amp;", "<": "&lt;", "@": "@\u200b", "://": ":\u200b//", "www.": "www\u200b."}
 """Tags, mentions and links, each broken by what shows as it was."""
 _KEPT: Final = ("prompt", "negative_prompt", "seed", "num_inference_steps", "guidance_scale", "height", "width",
-                "batch_size", "LoRAs", "LoRAs in the weights", "scheduler", "pipeline", "dtypes", "processor", "threads", "system", "Python")  # fmt: skip
+                "batch_size", "LoRAs", "weights in use", "scheduler", "pipeline", "dtypes", "processor", "threads", "system", "Python")  # fmt: skip
 _DTYPE: Final = " dtype"
 _LIBRARIES: Final = ("sigmascope", "torch", "diffusers", "transformers", "peft", "accelerate")
 

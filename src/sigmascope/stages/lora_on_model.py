@@ -827,7 +827,8 @@ def _on_overlaps(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
             f"(overlap {overall:.2f}, chance {chance or 0.0:.2f}): they {together} there."
         )
         evidence = {"overlap": overall, "chance": chance, "cosine": cosine, "keys": pair["shared_keys"]}
-        advice = "Lower one of the strengths if the image is overdone."
+        adds = "Lower one of the strengths if the image is overdone."
+        advice = adds if (cosine or 0.0) > 0 else "Each takes from the other: use one, or raise it."
         yield Finding("lora_overlap", "info", message, evidence, advice)
 
 
@@ -865,7 +866,7 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
             "found": change["delta_norm"] if by_contents else change["sampled_delta_norm"],
         }
         advice = (
-            "The strength was set after merging, the change was merged twice, "
+            "The strength was set after merging, the change was merged twice, something else wrote into the weights, "
             "or the dtype is too coarse for it."
         )
         yield Finding("lora_not_as_predicted", "warning", message, evidence, advice)

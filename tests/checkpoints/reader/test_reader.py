@@ -52,7 +52,7 @@ def test_a_pipeline_folder_points_to_its_models(tmp_path: Path) -> None:
     for part in ("unet", "vae"):
         (tmp_path / part).mkdir()
         save_safetensors(tmp_path / part / "diffusion_pytorch_model.safetensors", ONE)
-    with pytest.raises(CheckpointError, match=r"Its folders unet, vae have some"):
+    with pytest.raises(CheckpointError, match=r"Give its folders with weights instead: unet or vae\."):
         open_checkpoint(tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_a_folder_inside_that_may_not_be_listed_is_left_out_of_the_hint(
         (tmp_path / part).mkdir()
         save_safetensors(tmp_path / part / "x.safetensors", ONE)
     refuse_to(monkeypatch, "listdir", tmp_path / "unet")
-    with pytest.raises(CheckpointError, match="Its folders vae have some"):
+    with pytest.raises(CheckpointError, match="Give its folder with weights instead: vae"):
         open_checkpoint(tmp_path)
 
 

@@ -414,10 +414,10 @@ def peft_plants() -> Iterator[Plant]:
         yield Plant("lora_not_loaded", "None of the file's 1 module is on the model", f"zero {zero}", ignored)
     merge = on_layers("merge")
     yield Plant(
-        "lora_as_before", "when the baseline was taken", "PEFT merged", partial(in_peft, merge, before=True)
+        "lora_as_before", "had the same changes before", "PEFT merged", partial(in_peft, merge, before=True)
     )
     yield Plant(
-        "lora_as_before", "when the baseline was taken", "PEFT", partial(in_peft, lambda _: None, before=True)
+        "lora_as_before", "had the same changes before", "PEFT", partial(in_peft, lambda _: None, before=True)
     )
     yield Plant("lora_alpha_zero", "alpha 0", "PEFT", partial(in_peft, lambda _: None, alpha=0))
     yield Plant("lora_not_finite", "NaN or Inf", "PEFT", partial(in_peft, set_nan))

@@ -66,16 +66,16 @@ def test_every_view_has_what_contradicts(contradicted: dict[str, Any]) -> None:
     html = to_html(run)
     assert "The weights in use contradict the LoRA" in html
     assert f"{Q} is changed by 0, not by" in html
-    assert "contradicted in 1 weight" in to_markdown(run)
+    assert "1 weight not as the LoRAs say" in to_markdown(run)
 
 
 def test_what_confirms_is_told_in_short(confirmed: dict[str, Any]) -> None:
     run = recorded(confirmed)
     assert "1 confirmed" in printed(confirmed)
     assert "1 of the strongest weights is used as the LoRA says" in to_html(run)
-    assert "| LoRAs in the weights | confirmed |" in to_markdown(run)
+    assert "| weights in use | as the LoRAs say |" in to_markdown(run)
 
 
 def test_runs_that_differ_in_it_are_compared(confirmed: dict[str, Any], contradicted: dict[str, Any]) -> None:
     differs = recipe_differences([recorded(contradicted)], [recorded(confirmed)])
-    assert differs["LoRAs in the weights"] == ("confirmed", "contradicted in 1 weight")
+    assert differs["weights in use"] == ("as the LoRAs say", "1 weight not as the LoRAs say")

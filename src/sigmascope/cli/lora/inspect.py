@@ -5,7 +5,7 @@ With `--model` a LoRA is compared with a checkpoint (`judge`); with `--picture` 
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -155,7 +155,8 @@ def inspect(
         console = Console()
         print_inspection(console, report, verbose=verbose)
         if on_model is not None:
-            print_on_model(console, on_model, verbose=verbose)
+            told = {finding.id for finding in report.findings}
+            print_on_model(console, on_model, told, verbose=verbose)
         if picture is not None:
             console.print(title("Picture", picture))
     if on_model is not None and not on_model.verdict.fits:
@@ -325,8 +326,8 @@ def _header_facts(report: "LoraInspection") -> "list[tuple[str, RenderableType |
     return rows
 
 
-def print_on_model(console: Console, on_model: OnModel, *, verbose: bool) -> None:
-    """Show what matches, what does not and why, and what to know before loading."""
+def print_on_model(console: Console, on_model: OnModel, told: Collection[str], *, verbose: bool) -> None:
+    """Show what matches, what does not and why, and what to know before loading but for findings that are told."""
     verdict = on_model.verdict
     console.print(title("On the model", on_model.model.name))
     console.print(facts(_verdict_facts(verdict)))
@@ -335,7 +336,7 @@ def print_on_model(console: Console, on_model: OnModel, *, verbose: bool) -> Non
     if on_model.arrives is not None:
         _print_arrives(console, on_model.arrives)
     _print_unmatched(console, verdict, verbose=verbose)
-    explained = {f"lora_{reason}" for reason in verdict.reasons}
+    explained = {*told, *(f"lora_{reason}" for reason in verdict.reasons)}
     console.print(findings(finding for finding in verdict.findings if finding.id not in explained))
 
 

@@ -1,0 +1,84 @@
+"""Whether the LoRAs of a run acted at its end, in a sentence."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sigmascope import units
+from sigmascope.records.run import IDLE_LORAS, Run
+
+_FACT = "lora_application"
+
+
+def idle_lora(run: Run) -> str | None:
+    """Why the LoRAs do nothing, if that is how the last change or the last call left them."""
+    idle: str | None = None
+    for stage in run.walk():
+        analysis = stage.facts.get(_FACT)
+        if isinstance(analysis, Mapping):
+            idle = (
+                _cause(analysis.get("findings"))
+                if _is_idle(analysis)
+                else None
+                if _is_change(analysis)
+                else idle
+            )
+        elif IDLE_LORAS in stage.facts:
+            idle = _cause(stage.facts[IDLE_LORAS])
+    return idle
+
+
+def _is_idle(analysis: Mapping[str, Any]) -> bool:
+    return analysis.get("effective") is False and _cause(analysis.get("findings")) is not None
+
+
+def _is_change(analysis: Mapping[str, Any]) -> bool:
+    """Whether it may have changed what acts: nothing changes where the same is set again."""
+    return analysis.get("effective") is not False
+
+
+def _cause(findings: object) -> str | None:
+    """What the first finding says that is more than a remark."""
+    told = (
+        (finding for finding in findings if isinstance(finding, Mapping))
+        if isinstance(findings, list)
+        else ()
+    )
+    return next((str(finding["message"]) for finding in told if finding.get("severity") != "info"), None)
+
+
+def acting_lora(run: Run) -> str | None:
+    """How strongly the LoRAs act, if they do as the last change left them."""
+    found = (stage.facts.get(_FACT) for stage in run.walk())
+    analyses = [
+        analysis
+        for analysis in found
+        if isinstance(analysis, Mapping) and (_is_change(analysis) or _is_idle(analysis))
+    ]
+    if not analyses or analyses[-1].get("effective") is not True or idle_lora(run) is not None:
+        return None
+    changes = {
+        name: held
+        for name, side in (("denoiser", "unet"), ("text encoders", "clip"))
+        if isinstance(held := analyses[-1].get(f"{side}_weight_changes"), Mapping)
+    }
+    sizes = [f"{_size(held)} in the {name}" for name, held in changes.items() if _size(held)]
+    confirmed = sum(
+        check.get("result") == "confirmed" for held in changes.values() for check in _checks(held)
+    )
+    words = f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "The LoRA acts."
+    return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
+
+
+def _size(changes: Mapping[str, Any]) -> str | None:
+    """‖ΔW‖ beside ‖W‖, in words."""
+    share = changes.get("relative_change")
+    return f"{100 * share:.2g} %" if isinstance(share, float) and 0.0 < share < float("inf") else None
+
+
+def _checks(changes: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    checks = changes.get("checked")
+    yield from (
+        check
+        for check in (checks.values() if isinstance(checks, Mapping) else ())
+        if isinstance(check, Mapping)
+    )

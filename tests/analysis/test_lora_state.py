@@ -1,0 +1,74 @@
+"""What a run says of its LoRAs in the first lines."""
+
+from typing import Any
+
+import pytest
+
+from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.lora_state import acting_lora, idle_lora
+from sigmascope.records.run import Run, Stage
+
+ZEROS = {"id": "lora_is_zero", "severity": "warning", "message": "The LoRA changes nothing: all are zero."}
+REMARK = {"id": "lora_inactive", "severity": "info", "message": "a remark"}
+
+
+def applied(effective: bool | None, *findings: dict[str, Any], share: float | None = None) -> Stage:
+    checked = {"a": {"result": "confirmed"}, "b": {"result": "unavailable"}} if share else {}
+    changes = {"relative_change": share, "checked": checked}
+    facts = {"effective": effective, "findings": list(findings), "unet_weight_changes": changes}
+    return Stage("lora_application", 0.0, 0.1, facts={"lora_application": facts})
+
+
+def call(*findings: dict[str, Any]) -> Stage:
+    return Stage("generation", 0.1, 8.0, facts={"idle_loras": list(findings)} if findings else {})
+
+
+def run_of(*stages: Stage) -> Run:
+    return Run("id", "run", "2026-01-01T00:00:00+00:00", 10.0, stages=stages)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (applied(False, REMARK, ZEROS),),
+        (applied(True, share=0.2), applied(False, ZEROS), call()),
+        (call(), call(ZEROS)),
+    ],
+    ids=["a stage", "the last stage", "the last call"],
+)
+def test_loras_that_ended_without_effect_are_the_first_sentence(stages: tuple[Stage, ...]) -> None:
+    run = run_of(*stages)
+    assert idle_lora(run) == ZEROS["message"]
+    assert headline(run).startswith(ZEROS["message"])
+    assert acting_lora(run) is None
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (call(ZEROS), applied(True, share=0.199)),
+        (applied(False, ZEROS), applied(True, share=0.199)),
+        (applied(True, share=0.199), applied(False, REMARK), call()),
+    ],
+    ids=["a call before", "a stage before", "the same set again"],
+)
+def test_loras_that_act_at_the_end_have_a_line_with_their_strength(stages: tuple[Stage, ...]) -> None:
+    run = run_of(*stages)
+    assert idle_lora(run) is None
+    assert (
+        acting_lora(run) == "The LoRA acts: ‖ΔW‖ / ‖W‖ is 20 % in the denoiser. 1 weight in use confirmed it."
+    )
+
+
+@pytest.mark.parametrize("stage", [applied(None), applied(False, REMARK), call()])
+def test_what_is_not_known_or_only_a_remark_is_no_sentence(stage: Stage) -> None:
+    run = run_of(stage)
+    assert (idle_lora(run), acting_lora(run)) == (None, None)
+
+
+def test_damaged_facts_are_passed_over() -> None:
+    odd: dict[str, Any] = {"effective": True, "unet_weight_changes": {"checked": [1], "relative_change": "x"}}
+    assert (
+        acting_lora(run_of(Stage("lora_application", 0.0, 1.0, facts={"lora_application": odd})))
+        == "The LoRA acts."
+    )
