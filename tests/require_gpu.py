@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 import torch
 
-__all__ = ["pytest_runtest_makereport", "pytest_sessionstart"]
+__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_sessionstart"]
 
 IS_REQUIRED: Final = os.environ.get("REQUIRE_GPU") == "1"
 NO_GPU: Final = 3
@@ -37,12 +37,28 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A file of such tests that is skipped whole, as `importorskip` does it, is a failure too."""
+    report = yield
+    is_file = IS_REQUIRED and report.skipped and isinstance(collector, pytest.Module)
+    if is_file and "mark.gpu" in collector.path.read_text(encoding="utf-8"):
+        report.outcome = "failed"
+        report.longrepr = f"REQUIRE_GPU=1: tests of the GPU must not be skipped. {_reason(report)}"
+    return report
+
+
+def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if IS_REQUIRED and report.skipped and item.get_closest_marker("gpu") is not None:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome = "failed"
-        report.longrepr = f"REQUIRE_GPU=1: a test of the GPU must not be skipped. {reason}"
+        report.longrepr = f"REQUIRE_GPU=1: a test of the GPU must not be skipped. {_reason(report)}"
     return report
