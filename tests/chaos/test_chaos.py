@@ -106,6 +106,7 @@ def test_memory_within_the_limit_is_given(tmp_path: Path) -> None:
     assert tried(swallows, tmp_path, memory=300 * MB).failed == {}
 
 
+@pytest.mark.slow
 def test_a_seed_and_a_number_decide_what_is_random_whatever_ran_before(tmp_path: Path) -> None:
     kind = Kind("planted", "nothing", 5, lambda case: str(case.random.random()))
     runs = [

@@ -73,6 +73,7 @@ def write_and(path: Path, then: Callable[[], None]) -> None:
         then()
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_target_and_the_next_one_clears_up(killed: Killed) -> None:
     path = killed.path
     assert load_file(path)["old"].tolist() == [1.0, 1.0]
@@ -113,5 +114,6 @@ def test_ctrl_c_while_opening_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert names(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_memory_holds_a_few_tensors_however_many_are_written(killed: Killed) -> None:
     assert killed.growth_kb < 16 * 1024  # four tensors of 4 MB; all of them are 48 MB

@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 QUICK = ("--steps", 1, "--resolution", 32)
 
 
+@pytest.mark.slow
 def test_a_pipeline_paints_a_picture_and_a_page(sigmascope: Run, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("the lazy dog\n\n", encoding="utf-8")
     code, out, _ = sigmascope(

@@ -54,6 +54,7 @@ def test_the_strength_of_a_lora_is_named() -> None:
     assert "LoRA unet.style strength 1.0 → 0.5" in what_changed([runs[1]], [runs[0]]).headline
 
 
+@pytest.mark.slow
 def test_weights_that_are_read_from_a_disk_again_are_named(before: Run) -> None:
     pipe = make_pipeline("sd15")
     if not DroppedPages(pipe.unet).works:

@@ -14,12 +14,14 @@ def test_everything_it_claims_holds(demo: DemoResult) -> None:
     assert len(demo.checks) == 5
 
 
+@pytest.mark.slow
 def test_the_more_lora_the_closer_to_the_truth(demo: DemoResult) -> None:
     quality = [demo.psnr[f"base + LoRA at {scale}"] for scale in ("0", "0.5", "1")]
     assert quality == sorted(quality)
     assert quality[2] > quality[0] + 8
 
 
+@pytest.mark.slow
 def test_the_record_on_disk_has_every_stage_and_step(demo: DemoResult) -> None:
     run = load_run(demo.files["run"])
     names = [stage.name for stage in run.walk()]
@@ -30,6 +32,7 @@ def test_the_record_on_disk_has_every_stage_and_step(demo: DemoResult) -> None:
     assert run.complete
 
 
+@pytest.mark.slow
 def test_the_folder_holds_the_lora_its_description_the_pictures_and_no_debris(demo: DemoResult) -> None:
     folder = demo.files["run"].parent
     assert sorted(path.name for path in folder.iterdir()) == [

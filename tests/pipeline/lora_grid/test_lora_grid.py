@@ -225,6 +225,7 @@ def test_prompts_can_be_kept_off_what_is_shown(pipeline: Any, loras: dict[str, P
         assert file.is_dir() or b"lazy" not in file.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_sheet_has_a_line_for_each_lora_of_a_row_and_shows_what_each_cell_is(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path
 ) -> None:
