@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError, field
 from torch import nn
 
 from sigmascope.checkpoints.hub import local_model
-from sigmascope.errors import ConfigError
+from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lbm.config import (
     TRAINING_NEEDS,
     LbmConfig,
@@ -259,7 +259,10 @@ def parse_train_settings(data: Any, *, where: str = "settings", allow_pipe: bool
             )
     base = user_path(data.get("base_model_path"))
     if isinstance(base, str | Path):
-        base = local_model(base)
+        try:
+            base = local_model(base)
+        except CheckpointError as error:
+            raise ConfigError(f"{where}: base_model_path: {error.message}", hint=error.hint) from error
         data = {**data, "base_model_path": base}
     config = find_config(base) if isinstance(base, Path) else None
     of_the_model = {} if config is None else load_config(config).model_dump()

@@ -357,3 +357,8 @@ def test_the_pixel_loss_sees_a_crop_as_in_lbm_unless_told_otherwise(
     given: dict[str, object], side: int | None
 ) -> None:
     assert parse_train_settings({**RUN, "rank": 8, **given}).pixel_loss_side == side
+
+
+def test_a_base_that_the_hubs_cache_lacks_is_named_with_its_key() -> None:
+    told = refusal(base_model_path="nobody/no-such-model")
+    assert "base_model_path: nobody/no-such-model: is not a file or folder" in told
