@@ -7,11 +7,32 @@ allocator and NVML count may be read everywhere.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _HERE = threading.local()
+
+
+class _Life:
+    """Of one thread: it ends with it."""
+
+    __slots__ = ("__weakref__",)
+
+
+Life = weakref.ref[_Life]
+"""Gives None once the thread has ended. An ident would be another thread's then."""
+
+
+def this_thread() -> Life:
+    """The life of the thread that asks."""
+    try:
+        life: Life = _HERE.reference
+    except AttributeError:
+        _HERE.life = _Life()
+        life = _HERE.reference = weakref.ref(_HERE.life)
+    return life
 
 
 def own_thread(name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:

@@ -8,7 +8,6 @@ An event is recorded on the current stream at both edges of a step, which costs 
 microseconds. Events that have passed are read when the stage closes, later ones when the run is read.
 """
 
-import sys
 import threading
 import time
 from array import array
@@ -49,7 +48,7 @@ from sigmascope.records.run import (
     TensorFacts,
     stage_path,
 )
-from sigmascope.threads import has_hands_off
+from sigmascope.threads import Life, has_hands_off, this_thread
 from sigmascope.units import counted
 
 STILL_OPEN = "the stage was still open when the run was read"
@@ -61,6 +60,7 @@ NOT_MARKED = (
     "events are missing at its beginning or end, for example because the accelerator was not in use yet"
 )
 TWO_STREAMS = "it began and ended on two streams of the accelerator, which do not wait for each other"
+THREAD_ENDED = "the thread that recorded it ended before the accelerator was seen to finish"
 UNREADABLE = "the accelerator gave no time between its beginning and end"
 BACKWARDS = "the accelerator's clock says that it ended before it began"
 NOT_IN_USE = "the accelerator was not in use when the stage began"
@@ -614,7 +614,7 @@ class EventPool:
         if not event.record():  # as in a graph's capture, during which no event is destroyed either
             self._free.setdefault(device, []).append(event)
             return None
-        return Mark(device, event, event.stream, threading.get_ident())
+        return Mark(device, event, event.stream, this_thread())
 
     def give_back(self, mark: "Mark") -> None:
         """Take back an event that nobody will read again."""
@@ -627,17 +627,12 @@ class Mark(NamedTuple):
     device: str
     event: AcceleratorEvent
     stream: int | None
-    thread_id: int
+    thread: Life
 
 
-def may_ask_of(thread_id: int) -> bool:
-    """Whether this thread may ask for events that a thread recorded: it is the same, or that one is gone.
-
-    A call of CUDA would break a graph that the other one captures.
-    """
-    return not has_hands_off() and (
-        thread_id == threading.get_ident() or thread_id not in sys._current_frames()
-    )
+def _may_ask(thread: Life) -> bool:
+    """Whether this is the thread that recorded: a call of CUDA by another would break a graph that it captures."""
+    return thread is this_thread() and not has_hands_off()
 
 
 class StepTimings:
@@ -656,7 +651,7 @@ class StepTimings:
         self.seconds: list[float | None] = []
         self.untold: Counter[str] = Counter()
         # By the thread that recorded their ends.
-        self._pending: dict[int, deque[tuple[int, Mark, Mark]]] = {}
+        self._pending: dict[Life, deque[tuple[int, Mark, Mark]]] = {}
 
     def add(self, row: int, start: Mark | None, end: Mark | None) -> None:
         """Take the marks at a step's edges; without both it stays None.
@@ -669,7 +664,7 @@ class StepTimings:
         """
         if start is not None and end is not None:
             if start.stream == end.stream:
-                self._pending.setdefault(end.thread_id, deque()).append((row, start, end))
+                self._pending.setdefault(end.thread, deque()).append((row, start, end))
             else:
                 self.untold[TWO_STREAMS] += 1
                 self._give_back(start, end)
@@ -683,12 +678,12 @@ class StepTimings:
         return (*known, *[None] * (steps - len(known)))
 
     def resolve(self) -> None:
-        """Read the steps that the accelerator has finished, of each thread up to its first that it has not.
+        """Read the steps that the accelerator has finished, up to the first that it has not.
 
-        Those that another thread recorded are left to it.
+        Those that another thread recorded are left to it; nobody will read them once it has ended.
         """
-        for thread_id, pending in tuple(self._pending.items()):
-            while pending and may_ask_of(thread_id) and pending[0][2].event.query():
+        for thread, pending in tuple(self._pending.items()):
+            while pending and _may_ask(thread) and pending[0][2].event.query():
                 row, start, end = pending.popleft()
                 seconds = start.event.elapsed_seconds(end.event)
                 if seconds is None:
@@ -697,6 +692,10 @@ class StepTimings:
                     self.seconds[row] = seconds
                 else:
                     self.untold[BACKWARDS] += 1
+                self._give_back(start, end)
+            while pending and thread() is None:
+                _, start, end = pending.popleft()
+                self.untold[THREAD_ENDED] += 1
                 self._give_back(start, end)
 
     def _give_back(self, *marks: Mark) -> None:
@@ -718,7 +717,7 @@ class StageEdges:
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._waiting: dict[int, deque[StepTimings]] = {}
+        self._waiting: dict[Life, deque[StepTimings]] = {}
 
     def add(self, timings: StepTimings, start: Mark | None, end: Mark | None) -> None:
         """Take the marks at a stage's edges, as the only entry of its timings."""
@@ -726,17 +725,18 @@ class StageEdges:
         self.wait_for(timings)
 
     def wait_for(self, timings: StepTimings) -> None:
-        """Read these once the accelerator has finished them."""
-        self._waiting.setdefault(threading.get_ident(), deque()).append(timings)
+        """Read these as far as the accelerator has finished them, and the rest when later stages end."""
+        timings.resolve()
+        self._waiting.setdefault(this_thread(), deque()).append(timings)
         self.look()
 
     def look(self) -> None:
         """Read what the accelerator has finished by now, and this thread may ask for."""
-        for thread_id, waiting in tuple(self._waiting.items()):
-            if may_ask_of(thread_id):
+        for thread, waiting in tuple(self._waiting.items()):
+            if _may_ask(thread) or thread() is None:
                 _resolve_first(waiting)
                 if not waiting:
-                    del self._waiting[thread_id]
+                    del self._waiting[thread]
 
 
 def _resolve_first(waiting: deque[StepTimings]) -> None:

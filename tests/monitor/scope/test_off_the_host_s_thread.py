@@ -13,8 +13,9 @@ import pytest
 import sigmascope
 from sigmascope.integrations.process_recording import PeriodicSaver
 from sigmascope.monitor import Recorder, scope
-from sigmascope.monitor.scope import NOT_FINISHED
+from sigmascope.monitor.scope import NOT_FINISHED, THREAD_ENDED
 from sigmascope.probes import AllocatorBytes
+from sigmascope.records.run import device_seconds
 from sigmascope.threads import has_hands_off
 
 if TYPE_CHECKING:
@@ -55,16 +56,30 @@ def test_events_are_read_by_the_thread_that_recorded_them(
     assert in_a_thread(timed.run).stages[0].steps.gpu_seconds == (0.5,)
 
 
-def test_what_a_thread_recorded_that_is_gone_is_read_by_others(
+def test_what_a_thread_left_unread_is_asked_for_by_nobody_and_kept_by_nothing(
     timed: Recorder, accelerator: "FakeAccelerator"
 ) -> None:
     def work() -> None:
         with timed.stage("denoising"):
             queue_a_step(timed, accelerator)
+            accelerator.done_seconds = accelerator.queued_seconds
+            queue_a_step(timed, accelerator)
 
-    in_a_thread(work)
+    for _ in range(3):
+        in_a_thread(work)
     accelerator.done_seconds = accelerator.queued_seconds
-    assert timed.run().stages[0].steps.gpu_seconds == (0.5,)
+    accelerator.queries.clear()
+    stages = timed.run().stages
+    assert accelerator.queries == []
+    for stage in stages:
+        assert device_seconds(stage) is None
+        assert stage.unavailable["device_seconds"] == THREAD_ENDED
+        assert stage.steps.gpu_seconds == (0.5, None)
+        assert THREAD_ENDED in stage.steps.unavailable["gpu_seconds"]
+    made = accelerator.events_made
+    with timed.stage("denoising"):
+        queue_a_step(timed, accelerator)
+    assert accelerator.events_made == made
 
 
 def test_steps_of_one_stage_in_two_threads_do_not_wait_for_each_other(
