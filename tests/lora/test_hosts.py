@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -131,6 +132,7 @@ def test_what_diffusers_makes_of_each_format(
 @pytest.mark.slow
 def test_the_advice_mends_a_file_that_hosts_apply_differently(pipelines: Pipelines, save: Save) -> None:
     path = with_header(save(pipelines("flux"), "transformer"))
+    path = path.rename(path.with_name("my style.safetensors"))
     (finding,) = inspect_lora(path).findings
     assert finding.id == "lora_hosts_differ"
     assert finding.message == (
@@ -140,7 +142,8 @@ def test_the_advice_mends_a_file_that_hosts_apply_differently(pipelines: Pipelin
     command = re.search(r"sigmascope (lora convert .*)\.", finding.advice or "")
     assert command is not None
     words = [
-        str(path.with_name(word)) if word.endswith(".safetensors") else word for word in command[1].split()
+        str(path.with_name(word)) if word.endswith(".safetensors") else word
+        for word in shlex.split(command[1])
     ]
     assert CliRunner().invoke(app, words).exit_code == 0
     mended = path.with_name("NEW.safetensors")

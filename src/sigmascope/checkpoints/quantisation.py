@@ -175,10 +175,15 @@ def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeig
     scales, unread = _scales_of(layer, kind, shape, info)
     title = kind.title.format(
         dtype=str(info.dtype).removeprefix("torch."),
-        scale=scale_kind(shape, layer.checkpoint.info(scales["scale"]).shape) if "scale" in scales else "",
+        scale=_scale_in_words(layer, shape, scales),
         quant_type=str(facts.get("quant_type", "")).upper(),
     )
     return StoredWeight(info.name, shape, title, kind, scales, facts, unread or kind.unusable(facts, shape))
+
+
+def _scale_in_words(layer: Layer, shape: Shape, scales: Mapping[str, str]) -> str:
+    known = scale_kind(shape, layer.checkpoint.info(scales["scale"]).shape) if "scale" in scales else None
+    return known or "in an unknown way"
 
 
 def _kind_of(layer: Layer, info: TensorInfo, config: Config | None) -> tuple[str | None, Config]:

@@ -10,6 +10,7 @@ The factor differs where the hosts look for alpha in different places. ComfyUI r
 """
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -585,7 +586,7 @@ def _conversion(path: Path) -> str:
     if format is None:
         return " for each host: to peft for diffusers, to comfyui for ComfyUI (sigmascope lora convert)"
     rank = "" if kinds == {"lora"} else f" --rank {_WHOLE_RANK}"
-    return f" to what both apply alike: sigmascope lora convert {path.name} NEW.safetensors --format {format}{rank}"
+    return f" to what both apply alike: sigmascope lora convert {shlex.quote(path.name)} NEW.safetensors --format {format}{rank}"
 
 
 _WRITTEN: Final = (

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import secrets
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -153,7 +154,7 @@ class LoraGrid:
             found.append(Finding("lora_grid.blank_without_lora", "error", what, {"row": row}, advice))
         for lora in self.idle if len(blank) < len(self.rows) else ():
             what = f"{lora.label} does nothing: no picture changes."
-            advice = f"See why: sigmascope lora inspect {lora.path.name}"
+            advice = f"See why: sigmascope lora inspect {shlex.quote(lora.path.name)}"
             found.append(Finding("lora_grid.does_nothing", "error", what, {"modules": lora.modules}, advice))
         return tuple(found)
 

@@ -9,7 +9,7 @@ does something else. So the host's own functions give the weight that a layer co
 `base` is what is stored, without what ComfyUI merged; `before` and `now` are the sums of the changes on it at both moments.
 Where the stored weight is another than at the baseline (fused), a thousand elements of the old one are compared.
 
-All is summed up where the weight is, and six numbers a layer come to the host in one copy of each device, which nobody
+All is summed up where the weight is, and five numbers a layer come to the host in one copy of each device, which nobody
 waits for until `Pending.result`. Where a weight contradicts, the verdict follows the weight (`follow_weights`).
 """
 

@@ -165,6 +165,8 @@ def test_scales_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(save({"a.weight": weight, "a.weight_scale": scale}))
+    with open_checkpoint(save({"a.weight": weight, "a.weight_scale": scale}), keep_unread=True) as checkpoint:
+        assert "None" not in checkpoint.dequantised["a.weight"]
 
 
 def quant_state(**facts: object) -> Tensor:
