@@ -70,7 +70,7 @@ def write_models(folder: Path, layers: int) -> Models:
 # A process that has everything loaded and forks for each extraction: loading takes longer than extracting.
 # Layers take a little longer there than they need, so that there are moments to be killed at.
 SERVER = """
-import json, os, sys, time
+import faulthandler, json, os, sys, time
 from sigmascope.lora import extract, layer_extraction
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
@@ -106,6 +106,7 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         code = 1
+        faulthandler.dump_traceback_later(120, exit=True)  # one that hangs says where
         try:
             extract_lora(*job["paths"], eval(job["options"]), progress=lambda done, *_: tell(done=done))
             tell(decomposed=len(calls))
@@ -155,6 +156,7 @@ class Server:
             facts = json.loads(line)
             if name in facts:
                 return facts[name]
+            assert not facts.get("code"), f"the extraction ended with {facts['code']} and without {name}"
         raise AssertionError(f"the server ended without {name}")
 
 
