@@ -627,7 +627,8 @@ def _require_values(file: Path, config: Any) -> None:
         if isinstance(value, int | float | str) and hasattr(config, str(key)):
             kept = getattr(config, key)
             kept = str(kept) if isinstance(kept, Path) else kept[0] if isinstance(kept, tuple) else kept
-            same = kept == value or str(kept) == str(value) or (kept != kept and value != value)
+            is_empty = kept is None and not str(value).strip()  # an empty text is none
+            same = is_empty or kept == value or str(kept) == str(value) or (kept != kept and value != value)
             assert same, f"{key}: {value!r} became {kept!r}"
 
 

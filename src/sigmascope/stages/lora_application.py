@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from rich.console import Console
 
-from sigmascope.lora.compatibility import AppliedVerdict
+from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.module_names import title_of
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
@@ -36,14 +36,11 @@ from sigmascope.stages.baseline import (
     measure,
     references_of,
 )
+from sigmascope.stages.lora_findings import IdleChange, application_findings, file_findings, idle_changes
 from sigmascope.stages.lora_on_model import (
     FUSED,
-    IdleChange,
-    application_findings,
-    file_findings,
     has_hooks,
     host_of,
-    idle_changes,
     lora_file_facts,
     match_applied,
     match_file,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES, make_pipeline
 
-from sigmascope.lora.compatibility import judge_applied
+from sigmascope.lora.applied_verdict import judge_applied
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.peft import read_adapters
 

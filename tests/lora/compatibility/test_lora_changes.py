@@ -8,7 +8,7 @@ from tests.families import FAMILIES, generate
 from tests.families.loras import half, modules_of, parts_of, write
 from tests.families.styled import Styled, styled
 
-from sigmascope.lora.compatibility import judge_applied
+from sigmascope.lora.applied_verdict import judge_applied
 from sigmascope.probes.peft import read_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

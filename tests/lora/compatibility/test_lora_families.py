@@ -10,7 +10,8 @@ from tests.families.loras import as_kohya, lora_state, modules_of, parts_of, wri
 from tests.families.styled import Styled, styled
 from torch import Tensor, nn
 
-from sigmascope.lora.compatibility import judge_applied, judge_lora
+from sigmascope.lora.applied_verdict import judge_applied
+from sigmascope.lora.compatibility import judge_lora
 from sigmascope.probes.peft import read_adapters
 
 

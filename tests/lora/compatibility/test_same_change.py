@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sigmascope.lora.compatibility import is_same
+from sigmascope.lora.applied_verdict import is_same
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.probes.applied_patch import AppliedPatch
 

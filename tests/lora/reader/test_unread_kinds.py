@@ -7,7 +7,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError
-from sigmascope.lora.compatibility import judge_applied, judge_lora
+from sigmascope.lora.applied_verdict import judge_applied
+from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.inspect import inspect_lora
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.stages.lora_on_model import lora_file_facts

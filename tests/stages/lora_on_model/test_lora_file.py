@@ -12,7 +12,7 @@ from tests.comfy_shapes.patchers import ModelPatcher
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
-from sigmascope.stages.lora_on_model import file_findings
+from sigmascope.stages.lora_findings import file_findings
 
 
 @pytest.fixture

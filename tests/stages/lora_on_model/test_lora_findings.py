@@ -11,7 +11,8 @@ from tests.families import FAMILIES, make_pipeline
 from tests.families.loras import State, lora_state, write
 from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline, wider
 
-from sigmascope.lora.compatibility import AppliedVerdict, judge_applied, judge_lora
+from sigmascope.lora.applied_verdict import AppliedVerdict, judge_applied
+from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.peft import read_adapters
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline

@@ -192,7 +192,7 @@ def idle_lora_findings(
     if acts and scaled is None and (state in _ACTING or not all(content for *_, content in state)):
         return []
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
-    from sigmascope.stages.lora_on_model import IdleChange, all_idle, idle_findings
+    from sigmascope.stages.lora_findings import IdleChange, all_idle, idle_findings
     from sigmascope.stages.model_snapshot import ModelPatches
 
     patches = read_adapters(pipeline).value or ()

@@ -1,0 +1,480 @@
+"""Whether the modules of a LoRA file are really on a model (`judge_applied`), and how strongly.
+
+A patch on the model is a module of the file if its numbers are the same (`is_same`), in any dtype and scale.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.errors import NonFiniteError
+from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
+from sigmascope.lora.compatibility import Model, Placement, error_text, place, shapes_of
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.layer_names import WEIGHT
+from sigmascope.lora.linalg import as_float64
+from sigmascope.lora.reader import OpaqueChange, open_any_kind
+from sigmascope.lora.verdict import (
+    ABSENCES,
+    unreadable,
+    verdict_finding,
+)
+from sigmascope.probes.applied_patch import AppliedPatch, PatchState
+from sigmascope.probes.copies import on_host
+from sigmascope.records.run import Finding, JsonScalar
+from sigmascope.units import counted, first_few
+
+Change = LoraFactors | WeightChange
+_MIN_SAME_COSINE: Final = 0.999
+"""Tensors that differ only by scale and by rounding to bfloat16 or float16 have a larger cosine."""
+_PROBE_COUNT: Final = 4
+_MIN_PROBE_COSINE: Final = 0.9
+# The name that patches give a file's tensor, once its adapter prefix is removed.
+_PATCH_NAMES: Final = {
+    "lora_up.weight": "up",
+    "lora_down.weight": "down",
+    "lora_mid.weight": "mid",
+    "diff_b": "diff",
+    "w_norm": "diff",
+    "b_norm": "diff",
+    "set_weight": "set",
+}
+_ADAPTER_KEY_PREFIXES: Final = ("hada_", "lokr_")
+_CANCELLED: Final = 1e-6
+"""A sum of strengths below this is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedModule:
+    """One module of a LoRA file, and where its numbers were found on the model.
+
+    Attributes:
+        name: Its name in the file.
+        keys: The model's weights on which its numbers were found.
+        times: How often it is applied to one weight, where it acts; above 1, more than once.
+        states: The states of its patches, each once.
+        state_reason: The reason for the first patch's state.
+        strength: The factor on the file's ΔW, summed over all patches of one weight; None if the module was not found
+            or is not a plain change.
+        sources: The adapters that hold it, if the host names them.
+        detail: Why it was not found; None if it was.
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    times: int = 0
+    states: tuple[PatchState, ...] = ()
+    state_reason: str = ""
+    strength: float | None = None
+    sources: tuple[str, ...] = ()
+    detail: str | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is on the model, acting or not."""
+        return bool(self.keys)
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes, or will change, the model's outputs."""
+        return bool({"merged", "lazy", "registered"} & set(self.states))
+
+    @property
+    def cancels(self) -> bool:
+        """Whether it is applied more than once, with strengths that sum to 0."""
+        sums_to_0 = self.strength is not None and abs(self.strength) < _CANCELLED
+        return self.times > 1 and self.acts and sums_to_0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The module as JSON values."""
+        listed = {name: list(getattr(self, name)) for name in ("keys", "states", "sources")}
+        return asdict(self) | listed | {"is_there": self.is_there, "acts": self.acts}
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedVerdict:
+    """Which modules of a file are on a model.
+
+    Attributes:
+        path: The file; None for a LoRA in memory.
+        modules: Every module of the file, in its order.
+        error: Why the file or the model could not be read; then nothing else is known.
+        findings: What is wrong, with advice, the worst first.
+    """
+
+    path: str | None
+    modules: tuple[AppliedModule, ...] = ()
+    error: str | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def there(self) -> tuple[AppliedModule, ...]:
+        """Modules that are on the model."""
+        return tuple(module for module in self.modules if module.is_there)
+
+    @property
+    def missing(self) -> tuple[AppliedModule, ...]:
+        """Modules that are not on the model."""
+        return tuple(module for module in self.modules if not module.is_there)
+
+    @property
+    def twice(self) -> tuple[AppliedModule, ...]:
+        """Modules that are applied more than once."""
+        return tuple(module for module in self.modules if module.times > 1)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all modules are on the model and act."""
+        return bool(self.modules) and all(module.acts for module in self.modules)
+
+    @property
+    def states(self) -> dict[str, int]:
+        """How many modules have a patch in each state."""
+        return dict(Counter(state for module in self.there for state in module.states))
+
+    @property
+    def strengths(self) -> dict[float, int]:
+        """How many modules have each strength, the most frequent first."""
+        strengths = [round(module.strength, 2) for module in self.there if module.strength is not None]
+        return dict(Counter(strengths).most_common())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The verdict as JSON values, totals first."""
+        return {
+            "path": self.path,
+            "complete": self.complete,
+            "error": self.error,
+            "total_modules": len(self.modules),
+            "modules_there": len(self.there),
+            "modules_missing": len(self.missing),
+            "modules_twice": len(self.twice),
+            "states": self.states,
+            "strengths": self.strengths,
+            "findings": [asdict(finding) for finding in self.findings],
+            "modules": [module.as_dict() for module in self.modules],
+        }
+
+
+def judge_applied(
+    lora: str | PathLike[str] | LoraFile, patches: Sequence[AppliedPatch], model: Model | None = None
+) -> AppliedVerdict:
+    """Say for every module of a file whether it is on a model now. Modules are recognised by their numbers.
+
+    Args:
+        lora: A file of any format, or a LoRA in memory.
+        patches: All patches on the model, as read from ComfyUI or PEFT; those of other LoRAs are ignored.
+        model: The patched model; see `judge_lora`. Without it, a file whose naming differs from the model's is only
+            found if the names of the patched weights alone show the model's family.
+
+    Returns:
+        The verdict. Nothing is raised: if the file cannot be read, the verdict has an `error`.
+    """
+    path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
+    try:
+        if model is not None:
+            shapes = shapes_of(model)
+        else:
+            shapes = {patch.key: patch.weight_shape for patch in patches if patch.weight_shape is not None}
+        by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
+        for patch in _on_host(patches):
+            by_key[patch.key].append(patch)
+        opened = (
+            nullcontext(lora) if isinstance(lora, LoraFile) else open_any_kind(Path(lora), check_finite=False)
+        )
+        with opened as file:
+            placing = place(file, shapes)
+            modules = tuple(_applied_module(file, name, placing, by_key) for name in file.names)
+    except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
+        return AppliedVerdict(path, error=error_text(error), findings=(unreadable(error),))
+    return AppliedVerdict(path, modules, findings=applied_findings(modules))
+
+
+def _on_host(patches: Sequence[AppliedPatch]) -> Iterator[AppliedPatch]:
+    """The patches with their tensors on the CPU, so that a device is not waited for once for each."""
+    held = on_host(
+        {(number, name): part for number, patch in enumerate(patches) for name, part in patch.tensors.items()}
+    )
+    for number, patch in enumerate(patches):
+        yield replace(patch, tensors={name: held[number, name] for name in patch.tensors})
+
+
+def _applied_module(
+    lora: LoraFile, name: str, placing: Placement, patches: Mapping[str, Sequence[AppliedPatch]]
+) -> AppliedModule:
+    misfit = placing.misfits.get(name)
+    keys = placing.keys.get(name) or (() if misfit is None else (misfit.key,))
+    if not keys:
+        return AppliedModule(name, detail=ABSENCES["no_weight"])
+    candidates = [(key, patch) for key in keys for patch in patches.get(key, ())]
+    if not candidates:
+        return AppliedModule(name, detail=ABSENCES["no_change"].format(key=keys[0]))
+    try:
+        own = _without_nan(lora.change(name))
+    except NonFiniteError:  # of a kind that is read whole
+        return AppliedModule(name, detail=ABSENCES["not_finite"])
+    same = [
+        (key, patch, change)
+        for key, patch in candidates
+        for change in [_matching_form(own, placing, key, _patch_without_nan(patch))]
+        if change is not None
+    ]
+    if not same:
+        others = {patch.source for _, patch in candidates if patch.source is not None}
+        sources = f" of {', '.join(sorted(others))}" if others else ""
+        return AppliedModule(name, detail=ABSENCES["others"].format(key=keys[0], sources=sources))
+    return _there(name, same)
+
+
+def _without_nan(change: Change) -> Change:
+    """Zeros for NaN and Inf, so that the other numbers can be recognised."""
+    if isinstance(change, LoraFactors) and not (_is_finite(change.up) and _is_finite(change.down)):
+        return replace(
+            change, up=torch.nan_to_num(change.up, 0, 0, 0), down=torch.nan_to_num(change.down, 0, 0, 0)
+        )
+    return change
+
+
+def _patch_without_nan(patch: AppliedPatch) -> AppliedPatch:
+    if all(map(_is_finite, patch.tensors.values())):
+        return patch
+    return replace(
+        patch, tensors={name: torch.nan_to_num(tensor, 0, 0, 0) for name, tensor in patch.tensors.items()}
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.dtype.itemsize == 1 or bool(torch.isfinite(tensor).all())
+
+
+def _matching_form(own: Change, placing: Placement, key: str, patch: AppliedPatch) -> Change | None:
+    """The file's change if the patch is that; or its divided or joined form, for a fused matrix; or None."""
+    if is_same(own, patch):
+        return own
+    lora, layer = placing.lora, key.removesuffix(WEIGHT)
+    if lora is None or layer not in lora.modules:
+        return None
+    aligned = lora.modules[layer]
+    return aligned if is_same(aligned, patch) else None
+
+
+_IDLE: Final = frozenset({"inactive", "failed"})
+
+
+def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:
+    keys = tuple(dict.fromkeys(key for key, _, _ in same))
+    acting = [key for key, patch, _ in same if patch.state not in _IDLE]
+    counts = [acting.count(key) for key in keys]
+    on_first = [(patch, change) for key, patch, change in same if key == keys[0]]
+    strengths = [_strength(patch, change) for patch, change in on_first]
+    known = [strength for strength in strengths if strength is not None]
+    return AppliedModule(
+        name=name,
+        keys=keys,
+        times=max(counts),
+        states=tuple(dict.fromkeys(patch.state for _, patch, _ in same)),
+        state_reason=same[0][1].state_reason,
+        strength=sum(known) if len(known) == len(strengths) else None,
+        sources=tuple(dict.fromkeys(patch.source for _, patch, _ in same if patch.source is not None)),
+    )
+
+
+def _strength(patch: AppliedPatch, change: Change) -> float | None:
+    """The factor that one patch puts on the file's ΔW."""
+    if patch.state in _IDLE:
+        return 0.0
+    if not isinstance(change, LoraFactors) or patch.strength is None or patch.scale is None:
+        return None
+    times = times_of(change, patch)
+    return None if times is None else patch.strength * patch.scale * times
+
+
+def is_same(change: Change, patch: AppliedPatch) -> bool:
+    """Whether a patch is a change from a file, in any dtype and scale."""
+    if isinstance(change, LoraFactors) and {"up", "down"} <= patch.tensors.keys():
+        if "mid" in patch.tensors:
+            return False
+        return _same_product(change, patch)
+    own = tensors_of(change)
+    shared = own.keys() & patch.tensors.keys()
+    return bool(shared) and all(_same_numbers(own[name], patch.tensors[name]) for name in shared)
+
+
+def tensors_of(change: Change) -> Mapping[str, Tensor]:
+    """A change's tensors, named as in `AppliedPatch.tensors`."""
+    if isinstance(change, LoraFactors):
+        return {"up": change.up, "down": change.down}
+    if isinstance(change, DoraChange):
+        return {**tensors_of(change.direction), "dora_scale": change.magnitude}
+    if isinstance(change, OpaqueChange):
+        return change.parts
+    if isinstance(change, Adapter):
+        return {_patch_name(name): tensor for name, tensor in change.parts.items()}
+    return {}
+
+
+def times_of(change: LoraFactors, patch: AppliedPatch) -> float | None:
+    """The factor between a plain patch, at strength and scale 1, and the file's ΔW; None for other kinds and for ΔW = 0."""
+    if patch.adapter_type != "lora" or not {"up", "down"} <= patch.tensors.keys() or change.scale == 0.0:
+        return None
+    if _are_the_factors(change, patch):
+        return 1.0 / change.scale
+    own = change.frobenius_norm()
+    return _patch_factors(patch).frobenius_norm() / own if own > 0.0 else None
+
+
+def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
+    """Compare ΔW, so that the host may scale and re-factor it; zero changes are compared by their factors."""
+    if _are_the_factors(change, patch):
+        return True
+    up, down = patch.tensors["up"].flatten(1), patch.tensors["down"].flatten(1)
+    if (up.shape[0], down.shape[1]) != (change.up.shape[0], change.down.shape[1]):
+        return False
+    if _clearly_differ(change, up, down):
+        return False
+    factors = _patch_factors(patch)
+    plain = LoraFactors(
+        as_float64(change.up).cpu(), as_float64(change.down).cpu(), change.alpha, factors.weight_shape
+    )
+    lengths = plain.frobenius_norm() * factors.frobenius_norm()
+    if lengths > 0.0:
+        return plain.inner(factors) > _MIN_SAME_COSINE * lengths
+    return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
+
+
+def _clearly_differ(change: LoraFactors, up: Tensor, down: Tensor) -> bool:
+    """Whether a few random inputs already show that two ΔW are not multiples of each other."""
+    probe = torch.randn(down.shape[1], _PROBE_COUNT, generator=torch.Generator().manual_seed(0))
+    from_file, from_patch = (
+        (up_factor.detach().cpu().float() @ (down_factor.detach().cpu().float() @ probe)).flatten()
+        for up_factor, down_factor in ((change.up, change.down), (up, down))
+    )
+    lengths = float(torch.linalg.vector_norm(from_file)) * float(torch.linalg.vector_norm(from_patch))
+    return lengths > 0.0 and float(from_file @ from_patch) < _MIN_PROBE_COSINE * lengths
+
+
+def _are_the_factors(change: LoraFactors, patch: AppliedPatch) -> bool:
+    """Whether the factors are equal after rounding to the narrower of the two dtypes."""
+    up, down = patch.tensors["up"].flatten(1), patch.tensors["down"].flatten(1)
+    return _are_equal(change.up, up) and _are_equal(change.down, down)
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(first.detach().to(second.device, narrow), second.detach().to(narrow))
+
+
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
+    first, second = as_float64(a).cpu().flatten(), as_float64(b).cpu().flatten()
+    if len(first) != len(second):
+        return False
+    lengths = float(torch.linalg.vector_norm(first)), float(torch.linalg.vector_norm(second))
+    if 0.0 in lengths:
+        return lengths == (0.0, 0.0)
+    return float(first @ second) > _MIN_SAME_COSINE * lengths[0] * lengths[1]
+
+
+def _patch_factors(patch: AppliedPatch) -> LoraFactors:
+    up, down = (as_float64(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
+    return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+
+
+def _patch_name(part: str) -> str:
+    for start in _ADAPTER_KEY_PREFIXES:
+        part = part.removeprefix(start)
+    return _PATCH_NAMES.get(part, part)
+
+
+def applied_findings(modules: Sequence[AppliedModule]) -> tuple[Finding, ...]:
+    """The findings for one file's modules, the worst first."""
+    return (*_missing(modules), *_idle(modules), *_twice(modules))
+
+
+def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    missing = [module for module in modules if not module.is_there]
+    if not missing:
+        return
+    details = (module.detail or "" for module in missing)
+    no_change = ABSENCES["no_change"]
+    start = no_change.partition("{key}")[0]
+    without_weight = (
+        no_change.format(key="its weights") if detail.startswith(start) else detail for detail in details
+    )
+    why, _ = Counter(without_weight).most_common(1)[0]
+    evidence: dict[str, JsonScalar] = {
+        "modules": len(modules),
+        "missing": len(missing),
+        "first": missing[0].name,
+        "detail": missing[0].detail,
+    }
+    total = counted(len(modules), "module")
+    if len(missing) == len(modules):
+        yield verdict_finding("lora_not_loaded", evidence, modules=total, why=why)
+    else:
+        yield verdict_finding(
+            "lora_partly_loaded",
+            evidence,
+            missing=len(missing),
+            modules=total,
+            are=_are(missing),
+            first=_named(missing),
+        )
+
+
+def _are(modules: Sequence[AppliedModule]) -> str:
+    return "is" if len(modules) == 1 else "are"
+
+
+def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    idle = [module for module in modules if module.is_there and not module.acts]
+    if not idle:
+        return
+    failed = [module for module in idle if "failed" in module.states]
+    reason = idle[0].state_reason or "switched off"
+    yield verdict_finding(
+        "lora_not_applicable" if failed else "lora_not_acting",
+        {"modules": len(modules), "idle": len(idle), "failed": len(failed), "reason": reason},
+        idle=len(idle),
+        modules=counted(len(modules), "module"),
+        are=_are(idle),
+        reason=reason,
+        first=_named(idle),
+    )
+
+
+def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    several = [module for module in modules if module.times > 1]
+    cancelled = [module for module in several if module.cancels]
+    twice = [module for module in several if not module.cancels]
+    if cancelled:
+        yield verdict_finding(
+            "lora_cancelled",
+            {"modules": len(cancelled), "strength": 0.0},
+            holders=f"{len(cancelled)} of the file's {counted(len(modules), 'module')}",
+            weights=_named(cancelled),
+        )
+    if twice:
+        yield Finding(
+            "lora_applied_twice",
+            "warning",
+            f"{len(twice)} of the file's {counted(len(modules), 'module')} {_are(twice)} applied more than once: {_named(twice)}.",
+            {
+                "modules": len(twice),
+                "times": max(module.times for module in twice),
+                "strength": twice[0].strength,
+            },
+            "Remove one, unless the doubled strength is intended.",
+        )
+
+
+def _named(modules: Sequence[AppliedModule]) -> str:
+    return first_few([module.name for module in modules], most=3)

@@ -1,0 +1,384 @@
+"""What is wrong with the LoRAs on a model: of the file, of one model's weights and changes, of the application."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Final, NamedTuple
+
+import torch
+
+from sigmascope.lora.applied_verdict import AppliedVerdict
+from sigmascope.lora.arrival import Arrival, arrival_findings
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.linalg import as_float64
+from sigmascope.lora.patches import sort_patches
+from sigmascope.lora.verdict import LoraVerdict, verdict_finding
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.reading import Reading, attempt
+from sigmascope.records.run import Finding, JsonScalar
+from sigmascope.stages.lora_on_model import alike, elements_of_change, read_extremes
+from sigmascope.stages.model_snapshot import ModelPatches, ModelSnapshot
+from sigmascope.stages.schema import (
+    PatchAnalysis,
+    ShareAndNoise,
+    WeightChanges,
+)
+from sigmascope.stages.weight_verdict import NOT_SEEN
+from sigmascope.units import counted
+
+STAGE: Final = "lora_application"
+_HOST_OF_FINDING: Final = {
+    "lora_alpha_refused": "diffusers",
+    "lora_kohya_names": "diffusers",
+    "lora_comfyui_names": "diffusers",
+    "lora_whole_differences": "diffusers",
+    "lora_prefix": "diffusers",
+    "lora_some_biases": "diffusers",
+    "lora_comfyui_loses_attention": "comfyui",
+}
+"""Whose loader a finding about the file's form is about."""
+_ABOUT_NAMES: Final = frozenset(
+    {"lora_kohya_names", "lora_comfyui_names", "lora_prefix", "lora_comfyui_loses_attention"}
+)
+"""Those that no longer matter where every module was found on the model."""
+_FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})
+"""Findings on a file that say already why nothing is on the models."""
+_SAID_BY_CAUSES: Final = frozenset({"lora_not_acting", "lora_inactive"})
+"""What the reasons of idle changes say better."""
+_CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded"}
+"""What follows where the models were given back unchanged."""
+_SEVERITIES: Final = ("critical", "error", "warning", "info")
+_MUCH_OVERLAP: Final = 0.5
+_Evidence = dict[str, JsonScalar]
+_Models = Sequence[tuple[str, WeightChanges, PatchAnalysis]]
+
+
+class IdleChange(NamedTuple):
+    """A change that has no effect: its weight, the id of the reason, and what only this reason's words need."""
+
+    key: str
+    cause: str
+    why: str = ""
+
+
+def application_findings(
+    models: _Models,
+    of_file: Sequence[Finding],
+    effective: Reading[bool],
+    *,
+    applied: bool,
+    left_off: bool,
+    before: Sequence[AppliedPatch] = (),
+    in_conditioning: bool = False,
+    idle: Collection[IdleChange] = (),
+) -> list[Finding]:
+    """What is wrong with the application or worth knowing of it, the worst first.
+
+    Args:
+        models: Each model's name, how its weights changed, and the changes on it.
+        of_file: Findings about the file; those that the models show too are left out.
+        effective: Whether the models compute something else than before; None if unknown.
+        applied: Whether the host says that it applied the LoRA.
+        left_off: Whether it gave back the models as they went in.
+        before: The changes that were on them at the baseline.
+        in_conditioning: Whether it gave back hooks, or conditioning with hooks.
+        idle: Where the models have changes and none has an effect, why each has none.
+    """
+    findings: list[Finding] = []
+    for name, weights, patches in models:
+        findings += [*on_patches(name, patches), *on_weights(name, weights)]
+    known = {finding.id for finding in findings}
+    distinct = {(finding.id, finding.message): finding for finding in of_file if finding.id not in known}
+    findings += distinct.values()
+    file_is_why = any(finding.id in _FILE_IS_WHY for finding in of_file)
+    if in_conditioning and not effective.value and not file_is_why:
+        findings = [one for one in findings if one.id not in _CONSEQUENCES]
+        findings.append(verdict_finding("lora_in_conditioning"))
+    elif left_off and not file_is_why:
+        findings = [finding for finding in findings if finding.id not in _CONSEQUENCES]
+        findings.append(verdict_finding("lora_left_off", {"patched_keys": 0}))
+    elif effective.value is False and idle:
+        findings = _with_causes(findings, idle)
+    elif not file_is_why and not any(finding.id == "lora_not_loaded" for finding in findings):
+        findings += _on_whole(models, effective, applied, before)
+    findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
+    return [replace(finding, stage=STAGE) for finding in findings]
+
+
+def file_findings(
+    verdict: LoraVerdict | None, applied: AppliedVerdict | None, host: str
+) -> Iterator[Finding]:
+    """The findings of both verdicts on a file that matter on this host's models."""
+    complete = applied is not None and applied.complete
+    on_model = () if applied is None else applied.findings
+    left_out = any(finding.id == "lora_part_left_out" for finding in on_model)
+    for finding in () if verdict is None else verdict.findings:
+        is_said = left_out and finding.id == "lora_text_encoder_missing"
+        is_solved = complete and finding.id in _ABOUT_NAMES
+        if _HOST_OF_FINDING.get(finding.id, host) == host and not is_said and not is_solved:
+            yield finding
+    yield from on_model
+
+
+def _on_whole(
+    models: _Models, effective: Reading[bool], applied: bool, before: Sequence[AppliedPatch]
+) -> Iterator[Finding]:
+    patched = sum(patches["total_patched_keys"] or 0 for _, _, patches in models)
+    read = any(patches["total_patched_keys"] is not None for _, _, patches in models)
+    evidence: _Evidence = {"patched_keys": patched, "host_says_applied": applied}
+    if effective.value is None and (read or effective.reason != NOT_SEEN):
+        yield verdict_finding("lora_not_seen", evidence, why=effective.reason)
+    elif effective.value is False and not patched and not before:
+        yield verdict_finding("lora_not_applied", evidence)
+
+
+def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> list[Finding]:
+    """The findings with why no change has an effect, and without what follows from it."""
+    known = {finding.id for finding in findings} - {"lora_cancelled"}
+    causes = [one for one in idle_findings(idle) if one.id not in known | {"lora_changes_failed"}]
+    said = _SAID_BY_CAUSES | ({change.cause for change in idle} & {"lora_cancelled"})
+    kept = [one for one in findings if one.id not in said]
+    return [*causes, *kept]
+
+
+def idle_findings(idle: Iterable[IdleChange]) -> list[Finding]:
+    """Why no change has an effect, the reason of most changes first."""
+    by_cause: dict[str, list[IdleChange]] = {}
+    for change in idle:
+        by_cause.setdefault(change.cause, []).append(change)
+    return [
+        _idle_finding(cause, changes)
+        for cause, changes in sorted(by_cause.items(), key=lambda item: -len(item[1]))
+    ]
+
+
+def _idle_finding(cause: str, changes: Sequence[IdleChange]) -> Finding:
+    first = changes[0]
+    weights = counted(len({change.key for change in changes}), "weight")
+    return verdict_finding(
+        cause,
+        {"patched_keys": len(changes), "example": first.key},
+        weights=weights,
+        modules=weights,
+        count=weights,
+        holders="The LoRAs change nothing",
+        model="The LoRA changes nothing",
+        first=first.key,
+        **dict.fromkeys(("why", "reason", "dtype", "argument"), first.why),
+    )
+
+
+def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
+    """What is wrong with the changes on a model, or worth knowing of them."""
+    failed, not_finite = patches["failed"], patches["not_finite"]
+    states, total = patches["states"], patches["total_patched_keys"] or 0
+    if failed:
+        key, reason = next(iter(failed.items()))
+        yield verdict_finding(
+            "lora_changes_failed",
+            {"keys": len(failed), "example": key, "reason": reason},
+            model=name,
+            count=counted(len(failed), "weight"),
+            first=key,
+            reason=reason,
+        )
+    if not_finite:
+        key = not_finite[0]
+        hold = (
+            "change of 1 weight holds"
+            if len(not_finite) == 1
+            else f"changes of {len(not_finite)} weights hold"
+        )
+        evidence: _Evidence = {"keys": len(not_finite), "example": key}
+        yield verdict_finding("lora_not_finite", evidence, holders=f"{name}: the {hold}", first=key)
+    for twice in patches["applied_twice"]:
+        sources, keys = " and ".join(twice["sources"]), twice["keys"]
+        evidence = {"keys": keys, "example": twice["example"]}
+        if twice["cancelled"]:
+            weights = f"{counted(keys, 'weight')} ({sources})"
+            yield verdict_finding("lora_cancelled", evidence, holders=name, weights=weights)
+            continue
+        message = f"{name}: the same change is applied more than once to {keys} weights ({sources})."
+        advice = "Load it once; if you meant both, add the strengths."
+        yield Finding("lora_applied_twice", "warning", message, evidence, advice)
+    yield from _on_overlaps(name, patches)
+    if waiting := states.get("registered"):
+        evidence = {"registered": waiting, "keys": total}
+        count = counted(waiting, "change is", "changes are")
+        yield verdict_finding("lora_registered_only", evidence, model=name, count=count)
+    if inactive := states.get("inactive"):
+        count = counted(inactive, "change is", "changes are")
+        evidence = {"inactive": inactive, "keys": total}
+        yield verdict_finding("lora_inactive", evidence, model=name, count=count)
+
+
+def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChange]:
+    """Why each change on a model has no effect, where none has: of merged ones, by the elements that the baseline has.
+
+    Args:
+        applied: The changes on the model, whose tensors are looked at; an accelerator is waited for.
+        before: The model at the baseline.
+    """
+    kept = attempt(before.kept.result).value
+    acted: dict[str, set[str | None]] = {}
+    for patch in sort_patches(kept.patches if kept else ()).acting:
+        acted.setdefault(patch.key, set()).add(patch.source)
+    ends = {patch: found.value or [] for patch, found in read_extremes(applied.patches).items()}
+    zero = {patch for patch, own in ends.items() if (0.0, 0.0) in zip(own[::2], own[1::2], strict=True)}
+    acting = {key: sort_patches(patches).acting for key, patches in applied.by_key().items()}
+    several = {key: patches for key, patches in acting.items() if len(patches) > 1}
+    cancelled = {id(patch) for _, same, is_nothing in alike(several) if is_nothing for patch in same}
+    return [
+        IdleChange(patch.key, "lora_cancelled")
+        if id(patch) in cancelled and patch.key not in acted
+        else IdleChange(patch.key, *_why_idle(patch, id(patch) in zero, before, acted))
+        for patch in applied.patches
+    ]
+
+
+def all_idle(applied: ModelPatches) -> list[IdleChange]:
+    """Why each change on a model has no effect, by itself and without a baseline; nothing if one may have an effect."""
+    few = [patch for patches in islice(applied.by_key().values(), _FIRST_LOOK) for patch in patches]
+    idle: list[IdleChange] = []
+    for patches in (tuple(few), applied.patches):  # where one of the first acts, the others need not be read
+        idle = idle_changes(ModelPatches(patches), ModelSnapshot("LoRA"))
+        if any(change.cause == "lora_without_effect" for change in idle):
+            return []
+    return idle
+
+
+_FIRST_LOOK: Final = 8  # weights
+
+
+def _why_idle(
+    patch: AppliedPatch,
+    holds_zero: bool,
+    before: ModelSnapshot,
+    acted: Mapping[str, Collection[str | None]],
+) -> tuple[str, str]:
+    if patch.state == "failed":
+        return "lora_changes_failed", patch.state_reason
+    if patch.scale == 0.0:
+        return "lora_alpha_zero", ""
+    if holds_zero and patch.adapter_type in _PRODUCTS:
+        return "lora_is_zero", ""
+    is_replaced = patch.source in acted.get(patch.key, ())  # by what changes its weight alike
+    if patch.cause is not None and not is_replaced:
+        return f"lora_{patch.cause}", ""
+    if patch.key in acted:
+        return "lora_as_before", ""
+    dtype = attempt(lambda: _lost_in(patch, before)).value
+    if dtype is not None:
+        return "lora_lost_in_rounding", dtype
+    return (
+        "lora_without_effect",
+        f"{patch.state_reason or 'its state is not known'}, and the weight is as before",
+    )
+
+
+_PRODUCTS: Final = frozenset({"lora", "dora", "loha", "lokr", "diff"})
+"""Kinds whose change is zero where one of their tensors is; that of a DoRA, if its magnitudes are still the weight's."""
+
+
+def _lost_in(patch: AppliedPatch, before: ModelSnapshot) -> str | None:
+    """The weight's dtype if a merged change is below half a step of it, in all elements of the baseline; else None."""
+    sample = before.samples.get(patch.key)
+    if (
+        patch.state != "merged"
+        or patch.adapter_type != "lora"
+        or sample is None
+        or not sample.is_floating_point()
+        or patch.weight_shape is None
+    ):
+        return None
+    up, down = (as_float64(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
+    factors = LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+    change = elements_of_change(factors) * (patch.scale or 0.0) * (patch.strength or 0.0)
+    old = as_float64(sample)
+    dtype = sample.dtype
+    is_lost = len(change) == len(old) and torch.equal((old + change).to(dtype), old.to(dtype))
+    return str(dtype).removeprefix("torch.") if is_lost else None
+
+
+def _on_overlaps(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
+    for pair in patches["overlaps"]:
+        overall, chance, cosine = pair["overall"], pair["chance"], pair["cosine"]
+        if overall is None or overall < max(_MUCH_OVERLAP, 2 * (chance or 0.0)):
+            continue
+        together = "add up" if (cosine or 0.0) > 0 else "work against each other"
+        message = (
+            f"{name}: {pair['a']} and {pair['b']} act in the same directions of {pair['shared_keys']} weights "
+            f"(overlap {overall:.2f}, chance {chance or 0.0:.2f}): they {together} there."
+        )
+        evidence = {"overlap": overall, "chance": chance, "cosine": cosine, "keys": pair["shared_keys"]}
+        adds = "Lower one of the strengths if the image is overdone."
+        advice = adds if (cosine or 0.0) > 0 else "Each takes from the other: use one, or raise it."
+        yield Finding("lora_overlap", "info", message, evidence, advice)
+
+
+def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
+    """What is odd about a model's weights."""
+    drift, unexplained, odd = weights["drift"], weights["unexplained"], weights["not_as_predicted"]
+    if drift["keys"]:
+        largest = drift["largest_relative_change"]
+        size = "" if largest is None else f", at most {largest:.1e} of their length"
+        message = (
+            f"{name}: {len(drift['keys'])} weights changed only by rounding{size}, "
+            "as after fusing and unfusing or in another dtype."
+        )
+        evidence: _Evidence = {"keys": len(drift["keys"]), "largest_relative_change": largest}
+        advice = "This does not count as a change. Reload the weights if results must match bit for bit."
+        yield Finding("lora_drift", "info", message, evidence, advice)
+    if unexplained:
+        key = unexplained[0]
+        message = (
+            f"{name}: {len(unexplained)} weights changed, such as {key}, and no registered change "
+            "explains it."
+        )
+        advice = "A LoRA was fused and its adapter deleted, or something else wrote into the weights."
+        evidence = {"keys": len(unexplained), "example": key}
+        yield Finding("weights_changed_unexplained", "warning", message, evidence, advice)
+    if odd:
+        key = odd[0]
+        change = weights["keys_value_changed"][key]
+        message = f"{name}: {len(odd)} merged weights did not change as predicted, such as {key}."
+        by_contents = change["measured_from"] == "contents"
+        evidence = {
+            "keys": len(odd),
+            "example": key,
+            "predicted": change["predicted_delta_norm"],
+            "found": change["delta_norm"] if by_contents else change["sampled_delta_norm"],
+        }
+        advice = (
+            "The strength was set after merging, the change was merged twice, something else wrote into the weights, "
+            "or the dtype is too coarse for it."
+        )
+        yield Finding("lora_not_as_predicted", "warning", message, evidence, advice)
+    against = {
+        key: check
+        for key, check in weights["checked"].items()
+        if check["result"] == "contradicted" and key not in odd
+    }
+    if against:
+        key, check = next(iter(against.items()))
+        used, predicted = check["used_norm"], check["predicted_norm"]
+        yield verdict_finding(
+            "lora_weights_disagree",
+            {"keys": len(against), "example": key, "used": used, "predicted": predicted},
+            model=name,
+            weights=counted(len(against), "weight"),
+            first=key,
+            used=f"{used:.3g}",
+            predicted=f"{predicted:.3g}",
+        )
+    arriving = weights["arriving"]
+    if arriving is not None and arriving["share"] is not None and arriving["noise"] is not None:
+        others = {way: _as_arrival(figures) for way, figures in arriving.get("other_ways", {}).items()}
+        whole = replace(_as_arrival(arriving), stored=arriving["stored"], others=others)
+        yield from arrival_findings(whole, arriving["weights"], name)
+
+
+def _as_arrival(figures: ShareAndNoise) -> Arrival:
+    """A change of norm 1 with these figures."""
+    share, noise = figures["share"] or 0.0, figures["noise"] or 0.0
+    return Arrival(1.0, share, share**2 + noise**2)
