@@ -1,4 +1,4 @@
-"""A twentieth of the chaos, at a seed that does not change."""
+"""Three hundredths of the chaos, at a seed that does not change."""
 
 import json
 import os
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def twentieth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def small_part(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The rows of the table, in a process of its own: what other tests have left in ours is none of its business."""
-    command = [sys.executable, "-m", "tests.chaos", "--seed", "1", "--n", "0.05", "--json"]
+    command = [sys.executable, "-m", "tests.chaos", "--seed", "1", "--n", "0.03", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [*command, "--keep", str(tmp_path_factory.mktemp("kept"))],
@@ -36,8 +36,8 @@ def twentieth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_twentieth_of_it_survives(kind: str, twentieth: dict[str, Any]) -> None:
-    row = twentieth[kind]
+def test_a_small_part_of_it_survives(kind: str, small_part: dict[str, Any]) -> None:
+    row = small_part[kind]
     assert row["tried"] > 0
     assert row["failed"] == {}, [Path(kept, "failure.txt").read_text()[:4000] for kept in row["kept"]]
     assert row["survived"] == row["tried"]

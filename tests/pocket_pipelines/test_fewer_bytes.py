@@ -88,7 +88,7 @@ def test_a_fit_on_random_words_alone_gives_pictures_2_db_nearer_than_a_fixed_ran
         lora,
         target,
         CALIBRATION,
-        FitOptions(steps=400, gradient_accumulation_steps=1),
+        FitOptions(steps=120, gradient_accumulation_steps=1),
         call=CALL,
         batch_size=4,
     )
