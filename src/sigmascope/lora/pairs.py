@@ -1,6 +1,7 @@
 """Open a base and a tuned checkpoint as one pair (`open_pair`), with their tensors matched.
 
-Tensors are matched by part of the model and key inside it; prefixes do not matter. Every tensor is compared, skipped by
+Tensors are matched by part of the model and key inside it; prefixes do not matter, and of two namings of one family the
+tuned model's is translated to the base's (`lora.translation`). Every tensor is compared, skipped by
 choice, or refused. The findings name what is skipped, and changes that a LoRA of Linear and convolution layers cannot
 hold.
 """
@@ -22,6 +23,8 @@ from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, 
 from sigmascope.lora.families import ModelLayout, Part, layout_of
 from sigmascope.lora.layer_names import WEIGHT, is_layer
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm, is_real, root_sum_square
+from sigmascope.lora.storage_noise import storage_noise
+from sigmascope.lora.translation import Place, translated
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.units import counted, first_few
 
@@ -38,8 +41,6 @@ __all__ = [
 Decision = Literal["error", "skip"]
 DtypeDecision = Literal["compare", "error", "skip"]
 
-Place = tuple[Part, str]
-"""A part and the key inside it, whatever prefix the part has in a file."""
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 """Every part of a model, in the order in which messages name them."""
 
@@ -54,6 +55,8 @@ _CPU = torch.device("cpu")
 _SAMPLED_BYTES = 1 << 30  # holds a whole VAE; of larger text encoders, a sample of the tensors is compared
 
 _MAX_NAMED = 3
+_MUCH_NOISE = 0.05
+"""Share of the change from which on the noise of a coarse storage is a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,8 @@ def open_pair(
 
     Args:
         base: A file, index, component folder or diffusers folder; see `open_checkpoint`.
-        tuned: The fine-tuned model, in the same form as the base; only prefixes may differ.
+        tuned: The fine-tuned model. Its form may be another one: a folder and an original single file of one family are
+            matched by the family's names (`lora.translation`).
         options: What is compared and what may be skipped; the defaults compare whole denoisers.
 
     Raises:
@@ -213,11 +217,14 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
     """Pair the parts of two open checkpoints; raises what `open_pair` does."""
     options = options or PairOptions()
     first, second = sides_of(base, tuned, options.parts)
+    is_mixed = second.checkpoint is not tuned
+    tuned = second.checkpoint
     lost = [key for place, key in first.keys.items() if place not in second.keys]
     added = [key for place, key in second.keys.items() if place not in first.keys]
     if options.on_missing == "error":
-        refuse_missing(tuned, base, sorted(lost))
-        refuse_missing(base, tuned, sorted(added))
+        # In mixed forms, a norm may have a name that the family's record lacks: that is no sign of another model.
+        refuse_missing(tuned, base, sorted(_layers_of(base, lost) if is_mixed else lost))
+        refuse_missing(base, tuned, sorted(_layers_of(tuned, added) if is_mixed else added))
     wanted = {**first.outside, **first.keys}
     names = {
         key: wanted[place]
@@ -242,8 +249,16 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
         | dict.fromkeys(added, "the base lacks it")
         | tensors.skipped(options),
         layout=first.layout,
-        findings=(*findings, *tensors.findings(base, tuned, options)),
+        findings=(
+            *findings,
+            *tensors.findings(base, tuned, options),
+            *_parts_under_other_names(first, second),
+        ),
     )
+
+
+def _layers_of(checkpoint: Checkpoint, keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if is_layer(key, checkpoint.info(key).shape)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +279,20 @@ class PairSide:
 
     def __str__(self) -> str:
         return f"{self.checkpoint.path} ({described(self.layout)})"
+
+
+def _parts_under_other_names(first: PairSide, second: PairSide) -> Iterator[Finding]:
+    """A finding for each part that both have outside of the comparison, under names that have nothing in common."""
+    shared = {place[0] for place in first.outside if place in second.outside}
+    both = {place[0] for place in first.outside} & {place[0] for place in second.outside}
+    for part in sorted(both - shared - {"other"}):
+        yield Finding(
+            "lora.other_parts_not_compared",
+            "info",
+            f"Both models have a {part.replace('_', ' ')}, whose tensors have other names in each: whether it differs is not known.",
+            {"part": part},
+            "Compare two single files or two folders to know whether it changed too.",
+        )
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
@@ -296,14 +325,35 @@ def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tu
     if alone and parts == ("denoiser",):
         parts = tuple(layouts[0].prefixes)
     sides = _side(base, layouts[0], parts), _side(tuned, layouts[1], parts)
-    _refuse_other_naming(*sides)
+    other_names = layouts[0].naming != layouts[1].naming or not _share_names(*sides)
+    if other_names and layouts[0].family == layouts[1].family != "unknown":
+        sides = sides[0], _translated_side(*sides, parts)
+    if not _share_names(*sides):
+        raise _other_names(*sides)
     return sides
+
+
+def _translated_side(base: PairSide, tuned: PairSide, parts: tuple[Part, ...]) -> PairSide:
+    """The tuned side under the base's names; a tensor that the base lacks keeps its name and its place."""
+    made = translated(base.checkpoint, tuned.checkpoint, base.layout, tuned.layout)
+    places = {key: (base if key in base.checkpoint else tuned).layout.split(key) for key in made}
+    return PairSide(made, base.layout, *_by_part(places, parts))
+
+
+def _by_part(
+    places: Mapping[str, Place], parts: tuple[Part, ...]
+) -> tuple[dict[Place, str], dict[Place, str]]:
+    """Keys by place: of some parts, and of the others."""
+    keys: dict[Place, str] = {}
+    outside: dict[Place, str] = {}
+    for key, place in places.items():
+        (keys if place[0] in parts else outside)[place] = key
+    return keys, outside
 
 
 def _common_layouts(base: Checkpoint, tuned: Checkpoint) -> tuple[ModelLayout, ModelLayout]:
     first, second = (layout_of({key: side.info(key).shape for key in side}) for side in (base, tuned))
-    same = (first.family, first.naming) == (second.family, second.naming)
-    if not same and _common_share(set(base), set(tuned)) >= _MIN_COMMON_SHARE:
+    if first.family != second.family and _common_share(set(base), set(tuned)) >= _MIN_COMMON_SHARE:
         # Equal names mean equal layers, so a file of a few layers gets the whole model's layout.
         known = second if first.family == "unknown" else first
         return known, known
@@ -321,11 +371,7 @@ def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) 
             f"{checkpoint.path} is a LoRA, not a model.",
             hint="Give a complete checkpoint, or merge the LoRA into its base first.",
         )
-    keys: dict[Place, str] = {}
-    outside: dict[Place, str] = {}
-    for key in checkpoint:
-        place = layout.split(key)
-        (keys if place[0] in parts else outside)[place] = key
+    keys, outside = _by_part({key: layout.split(key) for key in checkpoint}, parts)
     for part in parts:
         if not any(place[0] == part for place in keys):
             raise _no_such_part(checkpoint, layout, part)
@@ -348,14 +394,22 @@ def described(layout: ModelLayout) -> str:
     return family if layout.naming in {"unknown", layout.family} else f"{family} in {layout.naming} naming"
 
 
-def _refuse_other_naming(base: PairSide, tuned: PairSide) -> None:
+def _share_names(base: PairSide, tuned: PairSide) -> bool:
+    """Whether the same names mean the same layers in both, and most are the same."""
     same = (base.layout.family, base.layout.naming) == (tuned.layout.family, tuned.layout.naming)
     common = _common_share(set(base.keys), set(tuned.keys))
-    if common == 0 or (not same and common < _MIN_COMMON_SHARE):
-        raise ModelMismatchError(
-            f"{base} and {tuned} name their weights differently, so their layers cannot be matched.",
-            hint="Give both in the same form: two diffusers folders, or two single files of the same family.",
-        )
+    return common >= _MIN_COMMON_SHARE or (same and common > 0)
+
+
+def _other_names(base: PairSide, tuned: PairSide) -> ModelMismatchError:
+    families = {base.layout.family, tuned.layout.family}
+    if "unknown" in families:
+        hint = "Give both in the same form: names are only translated inside a known family."
+    else:
+        hint = f"{_ONE_ARCHITECTURE}."
+    return ModelMismatchError(
+        f"{base} and {tuned} name their weights differently, so their layers cannot be matched.", hint=hint
+    )
 
 
 @dataclass
@@ -534,7 +588,41 @@ def pair_findings(
         layer_norms: ‖ΔW‖ of the Linear and convolution layers, to compare the uncovered change with.
     """
     findings = [_uncovered_finding(uncovered, root_sum_square(list(layer_norms)))] if uncovered else []
-    return [*findings, *pair.findings, *_outside_findings(pair)]
+    return [*findings, *pair.findings, *_noise_findings(pair), *_outside_findings(pair)]
+
+
+def _noise_findings(pair: CheckpointPair) -> Iterator[Finding]:
+    """How much of the change is only the rounding of a side that is stored coarsely."""
+    keys = [layer + WEIGHT for layer in pair.layers]
+    for side, other, role in ((pair.base, pair.tuned, "base"), (pair.tuned, pair.base, "tuned model")):
+        for noise in storage_noise(side, other, keys):
+            about = f"the rounding of the {role}'s {noise.stored}"
+            evidence: dict[str, JsonScalar] = {
+                "side": role,
+                "stored": noise.stored,
+                "layers": noise.layers,
+                "noise_of_weight": noise.of_weight,
+                "noise_of_change": noise.of_change,
+            }
+            if noise.of_change is None or noise.of_weight is None:
+                message = f"How much of the change is {about} is not known: {noise.unavailable}."
+                evidence["unavailable"] = noise.unavailable
+            else:
+                message = (
+                    f"About {100 * noise.of_change:.2g} % of the change (of ‖ΔW‖², in {counted(noise.layers, 'layer')}) is "
+                    f"{about}, which moves weights by {100 * noise.of_weight:.2g} % of their size."
+                )
+            much = noise.of_change is None or noise.of_change > _MUCH_NOISE
+            yield Finding(
+                "lora.storage_noise",
+                "warning" if much else "info",
+                message,
+                evidence,
+                f"Take the {role} in bf16 or fp16: the LoRA holds this noise too, and brings it to every other copy of "
+                "the model."
+                if much
+                else None,
+            )
 
 
 def _uncovered_finding(uncovered: dict[str, float], layers_norm: float) -> Finding:

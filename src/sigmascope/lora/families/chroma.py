@@ -3,7 +3,7 @@
 from typing import Final
 
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
-from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, KOHYA_READS
+from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, KOHYA_READS, NORMS
 
 _GUIDANCE: Final = r"distilled_guidance_layer.*"
 
@@ -32,6 +32,7 @@ CHROMA: Final = Family(
         distilled_guidance_layer.layers.#.in_layer = distilled_guidance_layer.layers.#.linear_1
         distilled_guidance_layer.layers.#.out_layer = distilled_guidance_layer.layers.#.linear_2
     """,
+    vectors=NORMS,
     blocks="distilled_guidance_layer\n" + FLUX.blocks,
     encoders={"text_encoder": ("t5xxl",)},
     reads=(

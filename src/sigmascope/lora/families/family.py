@@ -225,6 +225,8 @@ class Family:
             `read-only`: the name is read, but another is written, whose line follows (`Row.read_only`).
             `grouped`: the parts are the query, key and value of grouped attention (`Row.grouped`).
         aliases: What a second dialect of original files writes for parts of the names in `layers`.
+        vectors: The same as `layers` for norms and other tensors that are no layers, by the module's path; of names that
+            both have, or that no checkpoint in original names has, there is none.
         variant: A regular expression for layers that only variants of it have.
         twin: The beginning of the names of extra blocks in a variant, which have the same layers as the model's own.
         blocks: Lists of blocks, and layers outside of them, in the order in which a latent passes them, and what
@@ -262,6 +264,7 @@ class Family:
     else_: str | None = None
     layers: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    vectors: str = ""
     variant: str | None = None
     twin: str | None = None
     blocks: str = ""

@@ -33,6 +33,15 @@ LAST: Final = """
     final_layer.linear = proj_out
 """
 """After the blocks, at HunyuanVideo too."""
+NORMS: Final = """
+    double_blocks.#.img_attn.norm.query_norm = transformer_blocks.#.attn.norm_q
+    double_blocks.#.img_attn.norm.key_norm = transformer_blocks.#.attn.norm_k
+    double_blocks.#.txt_attn.norm.query_norm = transformer_blocks.#.attn.norm_added_q
+    double_blocks.#.txt_attn.norm.key_norm = transformer_blocks.#.attn.norm_added_k
+    single_blocks.#.norm.query_norm = single_transformer_blocks.#.attn.norm_q
+    single_blocks.#.norm.key_norm = single_transformer_blocks.#.attn.norm_k
+"""
+"""Norms of queries and keys, at FLUX.2, Chroma and HunyuanVideo too."""
 KOHYA_READS: Final = tuple(
     Reads(
         "diffusers",
@@ -87,6 +96,7 @@ FLUX: Final = Family(
         guidance_in.in_layer = time_text_embed.guidance_embedder.linear_1
         guidance_in.out_layer = time_text_embed.guidance_embedder.linear_2
     """,
+    vectors=NORMS,
     blocks="""
         img_in
         x_embedder = img_in

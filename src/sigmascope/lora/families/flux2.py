@@ -3,6 +3,7 @@
 from typing import Final
 
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Ratio, Reads
+from sigmascope.lora.families.flux import NORMS
 
 _AROUND: Final = r"time_guidance_embed\..*|.*_stream_modulation.*"
 _SWAPPED: Final = r"final_layer\.adaLN_modulation\.1"
@@ -57,6 +58,7 @@ FLUX2: Final = Family(
         final_layer.adaLN_modulation.1 = norm_out.linear swapped
         final_layer.linear = proj_out
     """,
+    vectors=NORMS,
     blocks="""
         img_in
         x_embedder = img_in

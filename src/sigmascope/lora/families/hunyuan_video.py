@@ -3,7 +3,7 @@
 from typing import Final
 
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
-from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION, POOLED_TEXT
+from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION, NORMS, POOLED_TEXT
 
 _EMBEDDERS: Final = r"(?:time_in|guidance_in|txt_in\.t_embedder)\.mlp\..*|txt_in\.c_embedder\.linear_.*"
 
@@ -21,6 +21,18 @@ TEXT: Final = """
 """
 """How the text comes in, at HunyuanVideo 1.5 too."""
 
+VECTORS: Final = f"""
+    {NORMS}
+    double_blocks.#.img_attn_q_norm = transformer_blocks.#.attn.norm_q
+    double_blocks.#.img_attn_k_norm = transformer_blocks.#.attn.norm_k
+    double_blocks.#.txt_attn_q_norm = transformer_blocks.#.attn.norm_added_q
+    double_blocks.#.txt_attn_k_norm = transformer_blocks.#.attn.norm_added_k
+    single_blocks.#.q_norm = single_transformer_blocks.#.attn.norm_q
+    single_blocks.#.k_norm = single_transformer_blocks.#.attn.norm_k
+    txt_in.individual_token_refiner.blocks.#.norm1 = context_embedder.token_refiner.refiner_blocks.#.norm1
+    txt_in.individual_token_refiner.blocks.#.norm2 = context_embedder.token_refiner.refiner_blocks.#.norm2
+"""
+"""Norms by ComfyUI's names and the original ones, at HunyuanVideo 1.5 too."""
 HUNYUAN_VIDEO: Final = Family(
     name="hunyuan_video",
     title="HunyuanVideo",
@@ -53,6 +65,7 @@ HUNYUAN_VIDEO: Final = Family(
         guidance_in.in_layer = time_text_embed.guidance_embedder.linear_1
         guidance_in.out_layer = time_text_embed.guidance_embedder.linear_2
     """,
+    vectors=VECTORS,
     aliases={
         "_attn.qkv": "_attn_qkv",
         "_attn.proj": "_attn_proj",

@@ -4,7 +4,7 @@ from typing import Final
 
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION
-from sigmascope.lora.families.hunyuan_video import HUNYUAN_VIDEO, TEXT
+from sigmascope.lora.families.hunyuan_video import HUNYUAN_VIDEO, TEXT, VECTORS
 
 _APART: Final = "".join(
     f"double_blocks.#.{stream}_attn_{letter} = transformer_blocks.#.attn.{name.replace('*', letter)} read-only\n"
@@ -49,6 +49,7 @@ HUNYUAN_VIDEO15: Final = Family(
         time_r_in.in_layer = time_embed.timestep_embedder_r.linear_1
         time_r_in.out_layer = time_embed.timestep_embedder_r.linear_2
     """,
+    vectors=f"{VECTORS}\ncond_type_embedding = cond_type_embed",
     aliases={
         **HUNYUAN_VIDEO.aliases,
         "time_r_in.in_layer": "time_r_in.mlp.0",

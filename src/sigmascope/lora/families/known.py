@@ -15,7 +15,14 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_ENCODERS, Family, Part, Row, Shapes
+from sigmascope.lora.families.family import (
+    COMFYUI_ENCODERS,
+    Family,
+    Part,
+    Row,
+    Shapes,
+    parsed_rows,
+)
 from sigmascope.lora.families.text_encoders import ENCODERS
 
 _MODULES_WITHOUT_RECORD: Final = frozenset({"family", "known", "layouts"})
@@ -251,6 +258,7 @@ ATTENTION: Final = tuple(family.attention for family in _ALL if family.attention
 AROUND_ATTENTION: Final = tuple(family.around for family in _ALL if family.around is not None)
 
 _LAYERS: Final = RowIndex({family.name: family.rows for family in _ALL})
+_VECTORS: Final = RowIndex({family.name: parsed_rows(family.vectors) for family in _ALL})
 _ENCODER_LAYERS: Final = RowIndex(ENCODERS)
 _VARIANTS: Final = [
     (family.name, re.compile(family.variant)) for family in _ALL if family.variant is not None
@@ -307,6 +315,11 @@ def row_of_original(table: str, path: str) -> Row | None:
 def row_of_diffusers(table: str, path: str) -> Row | None:
     """The same by its name in diffusers."""
     return (_ENCODER_LAYERS if table in ENCODERS else _LAYERS).part(table, path)
+
+
+def vector_of_original(family: str, path: str) -> Row | None:
+    """The line of a norm, or another tensor that is no layer, by its original name (`Family.vectors`)."""
+    return _VECTORS.original(family, path)
 
 
 def unflattened(flat: str, *, text_encoder: bool = False) -> str | None:

@@ -40,6 +40,14 @@ LUMINA2: Final = Family(
     final_layer.adaLN_modulation.1 = norm_out.linear_1
     final_layer.linear = norm_out.linear_2
     """,
+    vectors="""
+        noise_refiner.#.attention_norm1 = noise_refiner.#.norm1.norm
+        noise_refiner.#.attention_norm2 = noise_refiner.#.norm2
+        context_refiner.#.attention_norm1 = context_refiner.#.norm1
+        context_refiner.#.attention_norm2 = context_refiner.#.norm2
+        layers.#.attention_norm1 = layers.#.norm1.norm
+        layers.#.attention_norm2 = layers.#.norm2
+    """,
     blocks="""
         x_embedder = img_in
         cap_embedder = txt_in

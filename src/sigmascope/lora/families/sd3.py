@@ -43,6 +43,15 @@ SD3: Final = Family(
         final_layer.adaLN_modulation.1 = norm_out.linear swapped
         final_layer.linear = proj_out
     """,
+    vectors="""
+        joint_blocks.#.x_block.attn.ln_q = transformer_blocks.#.attn.norm_q
+        joint_blocks.#.x_block.attn.ln_k = transformer_blocks.#.attn.norm_k
+        joint_blocks.#.context_block.attn.ln_q = transformer_blocks.#.attn.norm_added_q
+        joint_blocks.#.context_block.attn.ln_k = transformer_blocks.#.attn.norm_added_k
+        joint_blocks.#.x_block.attn2.ln_q = transformer_blocks.#.attn2.norm_q
+        joint_blocks.#.x_block.attn2.ln_k = transformer_blocks.#.attn2.norm_k
+        pos_embed = pos_embed.pos_embed
+    """,
     blocks="""
         x_embedder = img_in
         pos_embed = img_in
