@@ -360,20 +360,8 @@ def test_a_merged_weight_that_overflows_is_refused_by_name(
     assert not (tmp_path / "m.safetensors").exists()
 
 
-def test_quantised_checkpoints_and_pipeline_folders_are_refused(
-    model: Block, make_lora: MakeLora, tmp_path: Path
-) -> None:
+def test_pipeline_folders_are_refused(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:
     lora_of(model, make_lora, tmp_path / "lora.safetensors")
-    state = {f"denoiser.{name}": value for name, value in model.state_dict().items()}
-    state["denoiser.mid_block.proj_in.weight"] = state["denoiser.mid_block.proj_in.weight"].to(
-        torch.float8_e4m3fn
-    )
-    state["denoiser.mid_block.proj_in.scale_weight"] = torch.tensor(0.01)
-    saved(tmp_path / "fp8.safetensors", state)
-    with pytest.raises(CheckpointError, match="is quantised"):
-        merge_into_checkpoint(
-            [tmp_path / "lora.safetensors"], tmp_path / "fp8.safetensors", tmp_path / "m.safetensors"
-        )
     folder = tmp_path / "pipeline"
     (folder / "unet").mkdir(parents=True)
     (folder / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')

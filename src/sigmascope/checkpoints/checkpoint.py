@@ -25,7 +25,7 @@ from typing import BinaryIO, Final, Literal
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.rounding import Rounding, plain_rounding
+from sigmascope.checkpoints.rounding import Recoded, Rounding, Storage, Sums, plain_rounding
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.files import reading_hint, reason_of
 from sigmascope.progress import Progress, no_progress
@@ -166,6 +166,37 @@ class Checkpoint(ABC):
                 hint="Use the checkpoint that it was made from (bf16 or fp16).",
             )
         return plain_rounding(dtype)
+
+    @property
+    def as_stored(self) -> "Checkpoint":
+        """The tensors as the file has them, codes and scales by their own keys; open as long as this one is."""
+        return self
+
+    def storage(self, key: str) -> Storage:
+        """How new numbers of a quantised tensor are stored in the file.
+
+        Raises:
+            CheckpointError: There is no such key, or numbers cannot be stored in its format here.
+        """
+        how = self.dequantised.get(self.info(key).name, "")
+        raise CheckpointError(
+            self.path,
+            f"{shortened(key)} is stored as {how}, and numbers cannot be stored so here.",
+            hint="Use the checkpoint that it was made from (bf16 or fp16).",
+        )
+
+    def recoded(self, key: str, sums: Sums) -> Recoded:
+        """Store new numbers of a quantised tensor; nothing is written.
+
+        Args:
+            key: The tensor's.
+            sums: Gives the numbers; asked for all rows twice where a scale has to be found first.
+
+        Raises:
+            CheckpointError: As of `storage`.
+        """
+        self.storage(key)
+        raise NotImplementedError
 
     @property
     def files(self) -> tuple[Path, ...]:

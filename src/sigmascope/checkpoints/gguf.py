@@ -9,7 +9,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, Final, NoReturn
@@ -25,7 +25,7 @@ from sigmascope.checkpoints.checkpoint import (
     reading,
     shortened,
 )
-from sigmascope.checkpoints.rounding import Rounding
+from sigmascope.checkpoints.rounding import Recoded, Rounding, Storage, Sums, recoded_rows
 from sigmascope.errors import CheckpointError
 from sigmascope.installation import install_extra
 
@@ -41,6 +41,8 @@ _PLAIN_TYPES: Final = {
     "I64": torch.int64,
 }
 
+_BLOCK: Final = 32
+"""Numbers in a block of the types that are written: Q4_0 to Q8_0 and MXFP4."""
 _BLOCKS_PER_CALL: Final = 1 << 15  # of 32 to 256 numbers: a few tens of MiB of the package's working memory
 _OTHER_FILE_HINT: Final = "Get a file in one of the common types (Q8_0, Q4_K, …) or in safetensors."
 
@@ -87,12 +89,25 @@ class GgufEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A header as read; places are checked once the types' sizes are known."""
+    """A header as read; places are checked once the types' sizes are known.
+
+    Attributes:
+        fields: By name.
+        tensors: In the header's order.
+        data_start: Where the data begins.
+        file_bytes: Size of the file.
+        version: Of the format.
+        alignment: Of the data of each tensor.
+        spans: First byte of each field in the file, and the byte behind its last.
+    """
 
     fields: Mapping[str, Value]
     tensors: tuple[GgufEntry, ...]
     data_start: int
     file_bytes: int
+    version: int
+    alignment: int
+    spans: Mapping[str, tuple[int, int]]
 
 
 class GgufCheckpoint(Checkpoint):
@@ -115,7 +130,7 @@ class GgufCheckpoint(Checkpoint):
         with reading(path):
             stream = path.open("rb")
             try:
-                header = read_gguf_header(stream, path)
+                header = self.header = read_gguf_header(stream, path)
                 self._kinds = self._types(header, path, keep_unread)
                 self._places = self._checked_places(header, path)
                 infos = {entry.name: self._info(header, entry, path) for entry in header.tensors}
@@ -233,9 +248,100 @@ class GgufCheckpoint(Checkpoint):
 
         return Rounding(self.dequantised[key], again)
 
+    @property
+    def as_stored(self) -> Checkpoint:
+        """Each tensor as its bytes in the file."""
+        return _GgufBytes(self)
+
+    def kind_of(self, key: str) -> Any:
+        """The gguf package's element type of a tensor.
+
+        Raises:
+            CheckpointError: It is not known.
+        """
+        if key in self._unread:
+            raise self._unread[key]
+        return self._kinds[self.info(key).name]
+
+    def place_of(self, key: str) -> tuple[int, int]:
+        """First byte in the file and number of bytes of a tensor."""
+        self.kind_of(key)
+        return self._places[key]
+
+    def new_kind_of(self, key: str) -> Any:
+        """The element type for new numbers of a tensor: Q8_0 in place of those that the package only reads."""
+        kind = self.kind_of(key)
+        return kind if self._is_written(kind) else type(kind)["Q8_0"]
+
+    def _is_written(self, kind: Any) -> bool:
+        block, _ = self._package.GGML_QUANT_SIZES[kind]
+        if kind.name in _PLAIN_TYPES:
+            return True
+        if block != _BLOCK:
+            return False
+        try:
+            self._package.quants.quantize(np.zeros((1, block), dtype=np.float32), kind)
+        except NotImplementedError:
+            return False
+        return True
+
+    def storage(self, key: str) -> Storage:
+        """See `Checkpoint.storage`."""
+        kind = self.new_kind_of(key)
+        block, block_bytes = self._package.GGML_QUANT_SIZES[kind]
+        nbytes = math.prod(self.info(key).shape) // block * block_bytes
+        return Storage(f"GGUF {kind.name}", (key,), nbytes - self._places[key][1])
+
+    def recoded(self, key: str, sums: Sums) -> Recoded:
+        """See `Checkpoint.recoded`. Blocks of 32 numbers end with the last of any 128 rows."""
+        kind, shape = self.new_kind_of(key), self.info(key).shape
+        block, block_bytes = self._package.GGML_QUANT_SIZES[kind]
+        rows = shape[0]
+        columns = math.prod(shape[1:])
+        codes = np.empty((rows * columns // block, block_bytes), dtype=np.uint8)
+
+        def blocks(some: slice) -> np.ndarray:
+            return codes[some.start * columns // block : some.stop * columns // block]
+
+        def numbers(some: slice) -> Tensor:
+            read = _dequantised(self._package, blocks(some), kind)
+            return torch.from_numpy(read).reshape(-1, columns)
+
+        for some in recoded_rows(rows, columns):
+            values = sums(some).numpy().reshape(-1, block)
+            with np.errstate(all="ignore"):  # scales that overflow: the numbers that are read tell
+                blocks(some)[:] = self._package.quants.quantize(values, kind).reshape(-1, block_bytes)
+        return Recoded({key: torch.from_numpy(codes).view(-1)}, numbers)
+
+    def read_bytes(self, key: str, buffer: Tensor) -> Tensor:
+        """Read a tensor as it is stored."""
+        if self._stream.closed:
+            raise self._closed()
+        read_exactly(self._stream, self.path, key, self._places[key][0], buffer)
+        return buffer
+
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
+
+
+class _GgufBytes(Checkpoint):
+    """The tensors of an open GGUF file as bytes."""
+
+    format = "gguf"
+
+    def __init__(self, source: GgufCheckpoint) -> None:
+        self._source = source
+        sizes = {key: source.place_of(key)[1] for key in source}
+        infos = {key: TensorInfo(key, (size,), torch.uint8, size) for key, size in sizes.items()}
+        super().__init__(source.path, infos, source.metadata, source.skipped)
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        return self._source.read_bytes(info.name, buffer)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._source.close()
 
 
 def _gguf_package(path: Path) -> ModuleType:
@@ -297,7 +403,8 @@ def read_gguf_header(stream: BinaryIO, path: Path) -> GgufHeader:
     alignment = fields.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         reader.fail(f"has the alignment {shortened(alignment)}, which is not a power of two.")
-    return GgufHeader(fields, tensors, -(-reader.position // alignment) * alignment, file_bytes)
+    start = -(-reader.position // alignment) * alignment
+    return GgufHeader(fields, tensors, start, file_bytes, version, alignment, reader.spans)
 
 
 @dataclass
@@ -309,6 +416,7 @@ class _HeaderReader:
     file_bytes: int
     position: int = 0
     values: int = 0
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def fail(self, message: str) -> NoReturn:
         raise CheckpointError(self.path, message, hint="Download it again, or get another conversion.")
@@ -345,10 +453,12 @@ class _HeaderReader:
     def fields(self, count: int) -> dict[str, Value]:
         values: dict[str, Value] = {}
         for _ in range(count):
+            begin = self.position
             name = self.text("the name of a field")
             if name in values:
                 self.fail(f"has the field {shortened(name)} twice.")
             values[name] = self._value(self.number("I", "a field's type"), f"the field {shortened(name)}", 0)
+            self.spans[name] = begin, self.position
         return values
 
     def tensors(self, count: int) -> tuple[GgufEntry, ...]:

@@ -29,7 +29,7 @@ from sigmascope.checkpoints.kinds.kind import (
 )
 from sigmascope.checkpoints.kinds.scaled import BLOCK_SIZE, scale_kind
 from sigmascope.checkpoints.kinds.unread import COMFYUI_PACKED, names_and_shapes, unread_kind
-from sigmascope.checkpoints.rounding import Rounding
+from sigmascope.checkpoints.rounding import Recoded, Rounding, Storage, Sums
 from sigmascope.errors import CheckpointError
 
 _ROWS: Final = 1024  # dequantised at once; a multiple of the 128 rows that block scales lie in
@@ -279,6 +279,43 @@ class DequantisedCheckpoint(CompositeCheckpoint):
         if info.name not in self._weights:
             return super()._read_pieces(info, buffer)
         return Checkpoint._read_pieces(self, info, buffer)
+
+    @property
+    def as_stored(self) -> Checkpoint:
+        """The opened file."""
+        return self._sources[0]
+
+    def storage(self, key: str) -> Storage:
+        """See `Checkpoint.storage`."""
+        weight = self._weights.get(key)
+        if weight is not None and weight.unread is not None:
+            raise _not_read(self, weight)
+        if weight is None or weight.kind is None or weight.kind.store is None:
+            return super().storage(key)
+        return Storage(weight.how, (weight.codes, *weight.scales.values()))
+
+    def recoded(self, key: str, sums: Sums) -> Recoded:
+        """See `Checkpoint.recoded`."""
+        self.storage(key)
+        weight = self._weights[key]
+        kind, old = weight.kind, self._scales(weight)
+        assert kind is not None
+        assert kind.store is not None
+        assert kind.numbers is not None
+        read, rows = kind.numbers, weight.shape[0]
+        columns = math.prod(weight.shape[1:])
+        codes, new = kind.store(sums, old, weight.config, (rows, columns))
+        shaped = codes.reshape(weight.shape)
+
+        def numbers(some: slice) -> Tensor:
+            part = {name: _rows_of(scale, some, weight.shape) for name, scale in new.items()}
+            return read(shaped[some], part, weight.config).reshape(-1, columns)
+
+        return Recoded(
+            {weight.codes: shaped} | {weight.scales[name]: scale for name, scale in new.items()},
+            numbers,
+            any(not torch.equal(scale, old[name]) for name, scale in new.items()),
+        )
 
     def rounding(self, key: str) -> Rounding:
         """See `Checkpoint.rounding`."""

@@ -4,7 +4,7 @@ ComfyUI rounds stochastically. A number between two neighbours of a grid becomes
 how far it lies above the lower one, in steps. So the mean is the number itself, and the variance f·(1 − f)·step².
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,6 +56,48 @@ class Rounding:
     stored: str
     again: Callable[[Tensor, Tensor], Tensor]
     merged: Callable[[Tensor, Tensor], Spread] | None = None
+
+
+Sums = Callable[[slice], Tensor]
+"""Some rows (the first a multiple of 128) of the numbers to store, as a float32 matrix."""
+_RECODED_ELEMENTS: Final = 1 << 20
+_RECODED_ROWS: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How new numbers of a quantised tensor are stored.
+
+    Attributes:
+        stored: In words.
+        added_bytes: How many bytes more that takes than now.
+        keys: The tensors of the file that hold them: the codes first, then their scales.
+    """
+
+    stored: str
+    keys: tuple[str, ...]
+    added_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recoded:
+    """New numbers as a file stores them.
+
+    Attributes:
+        tensors: The tensors of the file, by its keys.
+        numbers: What is read of some rows, as a float32 matrix.
+        has_new_scale: Whether a scale had to be made anew, since the numbers grew beyond it.
+    """
+
+    tensors: Mapping[str, Tensor]
+    numbers: Callable[[slice], Tensor]
+    has_new_scale: bool = False
+
+
+def recoded_rows(rows: int, columns: int) -> list[slice]:
+    """Rows that are stored at once: of about a million numbers."""
+    step = max(_RECODED_ELEMENTS // max(columns, 1) // _RECODED_ROWS, 1) * _RECODED_ROWS
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def plain_rounding(dtype: torch.dtype) -> Rounding:

@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import fsum, isfinite, sqrt
 from os import PathLike
 from pathlib import Path
@@ -15,9 +15,13 @@ from torch import Tensor
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
+from sigmascope.checkpoints.gguf import GgufCheckpoint
+from sigmascope.checkpoints.gguf_writer import GgufRewriter
+from sigmascope.checkpoints.rounding import Storage, recoded_rows
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import ChangedKeys, changed_keys
+from sigmascope.lora.arrival import Arrival, arrival_findings, together
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import HASHES, as_text, check_target, refuse_files, refuse_inputs
@@ -27,7 +31,8 @@ from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import InputLora
 from sigmascope.progress import Progress, no_progress
-from sigmascope.units import counted, first_few
+from sigmascope.records.run import Finding
+from sigmascope.units import counted, first_few, format_size
 
 __all__ = ["CheckpointMergeReport", "MergedTensor", "merge_into_checkpoint"]
 
@@ -42,6 +47,12 @@ class MergedTensor:
         weight_norm: ‖W‖ before the merge.
         change_norm: ‖ΔW‖ that should be added.
         lost_norm: ‖W + ΔW − stored‖: what is lost to rounding to the stored dtype.
+        inner: <stored − W, ΔW>.
+        real_norm: ‖stored − W‖: what has really changed.
+        stored: How it is stored.
+        stored_before: How it was stored in the checkpoint, if that was otherwise.
+        added_bytes: By how many bytes that made it larger.
+        has_new_scale: Whether a scale was made anew, since the sum grew beyond it.
     """
 
     name: str
@@ -49,6 +60,17 @@ class MergedTensor:
     weight_norm: float
     change_norm: float
     lost_norm: float
+    inner: float
+    real_norm: float
+    stored: str
+    stored_before: str | None = None
+    added_bytes: int = 0
+    has_new_scale: bool = False
+
+    @property
+    def arrival(self) -> Arrival:
+        """What arrives of the change, and with how much noise; see `lora.arrival`."""
+        return Arrival(self.change_norm**2, self.inner, self.real_norm**2, self.stored)
 
     @property
     def lost_share(self) -> float | None:
@@ -57,7 +79,8 @@ class MergedTensor:
 
     def as_dict(self) -> dict[str, Any]:
         """The tensor as JSON values."""
-        return asdict(self) | {"lost_share": self.lost_share}
+        arrival = self.arrival
+        return asdict(self) | {"lost_share": self.lost_share, "share": arrival.share, "noise": arrival.noise}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +130,40 @@ class CheckpointMergeReport:
         return lost / self.change_norm if self.change_norm > 0.0 else None
 
     @property
+    def arrival(self) -> Arrival:
+        """What arrives of all changes together."""
+        return together(tensor.arrival for tensor in self.tensors)
+
+    @property
+    def stored_otherwise(self) -> tuple[MergedTensor, ...]:
+        """The tensors whose type only can be read, and that another one took the place of."""
+        return tuple(tensor for tensor in self.tensors if tensor.stored_before is not None)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is lost of the changes, and what became larger."""
+        found = list(arrival_findings(self.arrival, len(self.tensors)))
+        others = self.stored_otherwise
+        if others:
+            types = ", ".join(dict.fromkeys(str(tensor.stored_before) for tensor in others))
+            added = sum(tensor.added_bytes for tensor in others)
+            found.append(
+                Finding(
+                    "lora.stored_otherwise",
+                    "info",
+                    f"{counted(len(others), 'changed tensor')} of {types} {'is' if len(others) == 1 else 'are'} stored as "
+                    f"{others[0].stored}, since the gguf package only reads {types}: {format_size(added)} more.",
+                    {
+                        "tensors": len(others),
+                        "types": types,
+                        "stored": others[0].stored,
+                        "added_bytes": added,
+                    },
+                )
+            )
+        return tuple(found)
+
+    @property
     def most_lost(self) -> tuple[MergedTensor, ...]:
         """The ten tensors that lost the largest share of their change to rounding."""
         measured = [tensor for tensor in self.tensors if tensor.lost_share is not None]
@@ -124,6 +181,9 @@ class CheckpointMergeReport:
             "change_norm": self.change_norm,
             "changes_nothing": self.changes_nothing,
             "lost_share": self.lost_share,
+            "share": self.arrival.share,
+            "noise": self.arrival.noise,
+            "findings": [asdict(finding) for finding in self.findings],
             "file_bytes": self.file_bytes,
             "seconds": self.seconds,
             "unmatched": {str(position): list(names) for position, names in self.unmatched.items()},
@@ -145,14 +205,15 @@ def merge_into_checkpoint(
 ) -> CheckpointMergeReport:
     """Write a checkpoint with LoRAs merged into its weights.
 
-    Each sum is formed in float32 (float64 for float64 weights) and rounded once to the stored dtype. Every other tensor
-    is copied bit for bit, and the header's metadata is kept. LoRA and checkpoint may use different formats and namings;
+    Each sum is formed in float32 (float64 for float64 weights) and rounded once to how the weight is stored: also fp8 and
+    int8 with scales, and GGUF, whose types that can only be read become Q8_0. Every other tensor is copied bit for bit,
+    and the header's metadata is kept. LoRA and checkpoint may use different formats and namings;
     matrices that are fused on one side only are divided or joined exactly.
 
     Args:
         loras: LoRA files, at least one.
-        into: A safetensors file, an index of shards, a `.ckpt`, or a component's folder.
-        save_to: The `.safetensors` file to write.
+        into: A safetensors file, an index of shards, a `.ckpt`, a `.gguf`, or a component's folder.
+        save_to: The `.safetensors` file to write; a `.gguf` one for a GGUF checkpoint.
         weights: Strength of each LoRA; 1 when left out. A LoRA of weight 0 touches nothing.
         method: How changes of one weight are combined; their plain sum by default.
         allow_unmatched: Accept modules that have no tensor in the checkpoint; the report lists them.
@@ -160,7 +221,8 @@ def merge_into_checkpoint(
 
     Raises:
         ConfigError: The target is an input or a folder, or there is not one weight for each LoRA.
-        CheckpointError: An input is missing, damaged, quantised with scales, or a folder of several components.
+        CheckpointError: An input is missing, damaged, or a folder of several components, or a changed weight is stored in a
+            way that cannot be written.
         LoraFormatError: A LoRA's keys follow no known format, or two of its modules are for one layer.
         ModelMismatchError: Modules have no tensor, or one of another shape.
         NonFiniteError: NaN or Inf in a LoRA, or in a merged weight.
@@ -170,10 +232,13 @@ def merge_into_checkpoint(
     strengths = require_weights(None if weights is None else tuple(weights), len(loras))
     how = method or MergeMethod()
     paths, target = [Path(path) for path in loras], Path(save_to)
-    check_target(target, content="a checkpoint")
     with ExitStack() as files:
-        base = files.enter_context(open_checkpoint(into))
-        _require_not_quantised(base, Path(into))
+        base = files.enter_context(open_checkpoint(into, keep_unread=True))
+        check_target(
+            target,
+            content="this checkpoint" if base.format == "gguf" else "a checkpoint",
+            format="gguf" if base.format == "gguf" else "safetensors",
+        )
         layout = layout_of({key: base.info(key).shape for key in base})
         changes = [changed_keys(files.enter_context(open_lora(path)), base.keys(), layout) for path in paths]
         _require_one_file(base, Path(into), changes)
@@ -183,15 +248,14 @@ def merge_into_checkpoint(
         positions = _match_tensors(base, changes, strengths)
         unmatched = {i: change.unmatched for i, change in enumerate(changes) if change.unmatched}
         _require_matched(base, changes, unmatched, allow_unmatched=allow_unmatched)
-        metadata = _provenance(base, lora_files, strengths, how)
+        storages = _storages(base, positions)
         tensors = _write_checkpoint(
-            target,
+            _writer(target, base, storages, _provenance(base, lora_files, strengths, how)),
             base,
-            lambda key: [
-                WeightedChange(i, strengths[i], changes[i].change(key)) for i in positions.get(key, ())
-            ],
+            storages,
+            positions,
+            lambda key: [WeightedChange(i, strengths[i], changes[i].change(key)) for i in positions[key]],
             how,
-            metadata,
             progress,
         )
         return CheckpointMergeReport(
@@ -203,12 +267,12 @@ def merge_into_checkpoint(
             ),
             method=how.describe(),
             tensors=tensors,
-            copied=len(base) - len(tensors),
+            copied=len(base.as_stored) - len(_owners(base, storages, positions)),
             unmatched=unmatched,
             unused_keys={
                 i: change.lora.unused_keys for i, change in enumerate(changes) if change.lora.unused_keys
             },
-            skipped=dict(base.skipped),
+            skipped=dict(base.as_stored.skipped),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
         )
@@ -237,14 +301,9 @@ def _require_one_file(base: Checkpoint, into: Path, loras: Sequence[ChangedKeys]
     )
 
 
-def _require_not_quantised(base: Checkpoint, into: Path) -> None:
-    if base.dequantised:
-        key, how = next(iter(base.dequantised.items()))
-        raise CheckpointError(
-            into,
-            f"is quantised ({key}: {how}); rounding would swallow a change added to it.",
-            hint="Merge into the checkpoint in float, fp16 or bf16, and quantise the result.",
-        )
+def _storages(base: Checkpoint, keys: Iterable[str]) -> dict[str, Storage]:
+    """How changed weights that are quantised are stored; refuses those that cannot be."""
+    return {key: base.storage(key) for key in keys if key in base.dequantised}
 
 
 def _match_tensors(
@@ -311,29 +370,63 @@ def _provenance(
     }
 
 
+def _writer(
+    target: Path, base: Checkpoint, storages: Mapping[str, Storage], metadata: Mapping[str, str]
+) -> StreamingWriter | GgufRewriter:
+    if isinstance(base, GgufCheckpoint):
+        texts = {
+            name.replace("_", ".", 1): text
+            for name, text in metadata.items()
+            if name.startswith("sigmascope_")
+        }
+        kinds = {key: int(base.new_kind_of(key)) for key in storages}
+        added = {key: storage.added_bytes for key, storage in storages.items()}
+        return GgufRewriter(target, base, kinds, added, texts)
+    stored = base.as_stored
+    return StreamingWriter(target, metadata, expected=stored.keys(), data_bytes=stored.nbytes)
+
+
+def _owners(base: Checkpoint, storages: Mapping[str, Storage], changed: Iterable[str]) -> dict[str, str]:
+    """The changed weight that each tensor of the file holds, or is a scale of."""
+    return {own: key for key in changed for own in (storages[key].keys if key in storages else (key,))}
+
+
 def _write_checkpoint(
-    target: Path,
+    file: StreamingWriter | GgufRewriter,
     base: Checkpoint,
+    storages: Mapping[str, Storage],
+    changed: Iterable[str],
     changes_of: "Callable[[str], list[WeightedChange]]",
     method: MergeMethod,
-    metadata: Mapping[str, str],
     progress: Progress,
 ) -> tuple[MergedTensor, ...]:
-    def work(slot: Scratch, key: str) -> tuple[Tensor, MergedTensor | None]:
-        buffer = slot.scratch("file", base.info(key).nbytes, torch.uint8)
-        weight = base.tensor_into(key, buffer)
-        changes = changes_of(key)
-        return weight, _merge_into_weight(key, weight, changes, method, slot) if changes else None
+    stored, owners = base.as_stored, _owners(base, storages, changed)
+
+    def work(slot: Scratch, key: str) -> tuple[Mapping[str, Tensor], MergedTensor | None]:
+        owner = owners.get(key)
+        source, name = (stored, key) if owner is None else (base, owner)
+        weight = source.tensor_into(name, slot.scratch("file", source.info(name).nbytes, torch.uint8))
+        if owner is None:
+            return {key: weight}, None
+        if owner in storages:
+            return _merge_into_codes(base, owner, weight, changes_of(owner), method, storages[owner])
+        return {key: weight}, _merge_into_weight(owner, weight, changes_of(owner), method, slot)
 
     tensors = []
-    keys = base.keys()
-    with StreamingWriter(target, metadata, expected=keys, data_bytes=base.nbytes) as writer:
-        for done, (key, (tensor, change)) in enumerate(map_in_order(keys, work), start=1):
-            writer.write(key, tensor)
+    # A weight's scales are written with its codes.
+    keys = [key for key in stored if key not in owners or _first_key(owners[key], storages) == key]
+    with file as writer:
+        for done, (key, (parts, change)) in enumerate(map_in_order(keys, work), start=1):
+            for name, tensor in parts.items():
+                writer.write(name, tensor)
             if change is not None:
                 tensors.append(change)
             progress(done, len(keys), key)
     return tuple(tensors)
+
+
+def _first_key(weight: str, storages: Mapping[str, Storage]) -> str:
+    return storages[weight].keys[0] if weight in storages else weight
 
 
 class WeightedChange(NamedTuple):
@@ -373,14 +466,96 @@ def _merge_into_weight(
             f"{name} is stored as {weight.dtype}: nothing can be added to such numbers.",
             hint="Merge into the checkpoint in float, fp16 or bf16.",
         )
-    energies = _add(_matrix(weight), _addends(name, weight, changes, method), slot)
-    if not isfinite(energies[2]):
+    stored = str(weight.dtype).removeprefix("torch.")
+    sums = _add(_matrix(weight), _addends(name, weight, changes, method), slot)
+    return _merged(name, changes, sums, Storage(stored, (name,)))
+
+
+def _merged(
+    name: str, changes: Sequence[WeightedChange], sums: "_Sums", storage: Storage, before: str | None = None
+) -> MergedTensor:
+    if not all(map(isfinite, sums)):
         raise NonFiniteError(
-            f"{name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
+            f"{name}: the merged weight would hold NaN or Inf in {storage.stored}.",
             hint="Check the weights, or merge with smaller --weights.",
         )
-    positions = tuple(change.position for change in changes)
-    return MergedTensor(name, positions, *map(sqrt, energies))
+    return MergedTensor(
+        name,
+        tuple(change.position for change in changes),
+        sqrt(sums.weight),
+        sqrt(sums.change),
+        sqrt(sums.lost),
+        sums.inner,
+        sqrt(sums.real),
+        storage.stored,
+        before if before != storage.stored else None,
+        storage.added_bytes,
+    )
+
+
+def _merge_into_codes(
+    base: Checkpoint,
+    name: str,
+    weight: Tensor,
+    changes: Sequence[WeightedChange],
+    method: MergeMethod,
+    storage: Storage,
+) -> tuple[Mapping[str, Tensor], MergedTensor]:
+    """Store W + Σ weight·ΔW as a quantised weight is stored.
+
+    Args:
+        base: The checkpoint.
+        name: The weight's key.
+        weight: The numbers that its codes stand for.
+        changes: At least one, of this weight.
+        method: How several changes are combined.
+        storage: How it is stored.
+
+    Raises:
+        NonFiniteError: The new weight holds NaN or Inf.
+    """
+    matrix, addends = _matrix(weight), _addends(name, weight, changes, method)
+
+    def wanted(some: slice) -> Tensor:
+        change = torch.zeros_like(matrix[some])
+        for addend in addends:
+            rows = addend.rows[some]
+            change.add_(rows if addend.down is None else rows @ addend.down, alpha=addend.strength)
+        return change
+
+    recoded = base.recoded(name, lambda some: matrix[some] + wanted(some))
+    sums = [
+        _sums_of(matrix[some], wanted(some), recoded.numbers(some)) for some in recoded_rows(*matrix.shape)
+    ]
+    merged = _merged(name, changes, _added(sums), storage, base.dequantised[name])
+    return recoded.tensors, replace(merged, has_new_scale=recoded.has_new_scale)
+
+
+class _Sums(NamedTuple):
+    """‖W‖², ‖ΔW‖², ‖W + ΔW − stored‖², <stored − W, ΔW> and ‖stored − W‖²."""
+
+    weight: float
+    change: float
+    lost: float
+    inner: float
+    real: float
+
+
+def _sums_of(weight: Tensor, change: Tensor, stored: Tensor) -> _Sums:
+    real = (stored - weight).double()
+    wanted = change.double()
+    products = (
+        weight.double().square(),
+        wanted.square(),
+        (wanted - real).square(),
+        real * wanted,
+        real.square(),
+    )
+    return _Sums(*(float(product.sum()) for product in products))
+
+
+def _added(sums: Sequence[_Sums]) -> _Sums:
+    return _Sums(*(fsum(values) for values in zip(*sums, strict=True)))
 
 
 class _Addend(NamedTuple):
@@ -391,12 +566,14 @@ class _Addend(NamedTuple):
     strength: float
 
 
-def _add(weight: Tensor, addends: Sequence[_Addend], slot: Scratch) -> tuple[float, float, float]:
-    """Add in pieces that stay in the processor's cache; return ‖W‖², ‖ΔW‖² and the squared rounding loss."""
+def _add(weight: Tensor, addends: Sequence[_Addend], slot: Scratch) -> _Sums:
+    """Add in pieces that stay in the processor's cache."""
     compute = at_least_float32(weight.dtype)
     sums = []
     for piece, *parts in row_pieces(weight, *(addend.rows for addend in addends)):
-        before, after = (slot.scratch(name, piece.numel(), compute) for name in ("before", "after"))
+        before, after, change, real = (
+            slot.scratch(name, piece.numel(), compute) for name in ("before", "after", "change", "real")
+        )
         total = after.view(piece.shape)
         total.copy_(piece)
         before.copy_(after)
@@ -406,13 +583,15 @@ def _add(weight: Tensor, addends: Sequence[_Addend], slot: Scratch) -> tuple[flo
             else:
                 add_product(total, part, addend.down, addend.strength)
         piece.copy_(total)
+        torch.sub(after, before, out=change)
+        real.view(piece.shape).copy_(piece)
+        after.sub_(real)
         own = _energy(before)
-        before.sub_(after)
-        added = _energy(before)
-        before.view(piece.shape).copy_(piece)
-        sums.append((own, added, _energy(after.sub_(before))))
-    own, added, lost = (fsum(values) for values in zip(*sums, strict=True))
-    return own, added, lost
+        real.sub_(before)
+        moved = _energy(real)
+        inner = float(real.mul_(change).sum(dtype=torch.float64))
+        sums.append(_Sums(own, _energy(change), _energy(after), inner, moved))
+    return _added(sums)
 
 
 def _energy(piece: Tensor) -> float:

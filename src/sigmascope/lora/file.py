@@ -194,13 +194,16 @@ def as_text(name: str | os.PathLike[str]) -> str:
     return os.fsencode(name).decode("utf-8", "replace")
 
 
-def check_target(save_to: Path, flag: str = "--save_to", *, content: str = "a LoRA") -> None:
-    """Refuse a target that is a folder, has no `.safetensors` name, or cannot be written.
+def check_target(
+    save_to: Path, flag: str = "--save_to", *, content: str = "a LoRA", format: str = "safetensors"
+) -> None:
+    """Refuse a target that is a folder, has a name of another format, or cannot be written.
 
     Args:
         save_to: The target.
         flag: Its flag, for messages.
         content: What is going to be written, for messages.
+        format: Of the file, which is the ending of its name.
 
     Raises:
         ConfigError: Names the flag and the target.
@@ -216,10 +219,10 @@ def check_target(save_to: Path, flag: str = "--save_to", *, content: str = "a Lo
         raise ConfigError(
             f"{flag} {save_to} is a folder.", hint=f"Name a file in it: {save_to / 'lora.safetensors'}."
         )
-    if save_to.suffix != ".safetensors":
+    if save_to.suffix != f".{format}":
         raise ConfigError(
-            f"{flag} {save_to}: {content} is written as safetensors.",
-            hint=f"Name it {save_to.stem}.safetensors.",
+            f"{flag} {save_to}: {content} is written as {'GGUF' if format == 'gguf' else format}.",
+            hint=f"Name it {save_to.stem}.{format}.",
         )
     require_writable(save_to)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo, shortened
-from sigmascope.checkpoints.rounding import Spread
+from sigmascope.checkpoints.rounding import Spread, Sums
 from sigmascope.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -113,6 +113,8 @@ class Kind(NamedTuple):
         again: The largest magnitude of a whole weight, and some rows of numbers, to what is read once those are stored
             with rounding to the nearest.
         merged: The same as ComfyUI stores a sum with a LoRA, on average. None: ComfyUI stores none this way.
+        store: The numbers to store (`rounding.Sums`), the scales, what is known, and the shape as a matrix to new codes
+            and scales; None: no way to store numbers.
         unusable: Why what is known of a weight of a shape does not do to read it; None if it does.
         by_row: Whether the codes of some rows are some rows of the codes.
         served: Endings of keys that only describe the storing.
@@ -127,6 +129,7 @@ class Kind(NamedTuple):
     numbers: Callable[[Tensor, Scales, Config], Tensor] | None = None
     again: Callable[[Tensor, Tensor, Scales, Config], Tensor] | None = None
     merged: Callable[[Tensor, Tensor, Scales, Config], Spread] | None = None
+    store: Callable[[Sums, Scales, Config, tuple[int, int]], tuple[Tensor, Scales]] | None = None
     unusable: Callable[[Config, Shape], str | None] = lambda config, shape: None
     by_row: bool = True
     served: tuple[str, ...] = ()

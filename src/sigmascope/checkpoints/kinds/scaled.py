@@ -22,7 +22,15 @@ from sigmascope.checkpoints.kinds.kind import (
     Shape,
     named,
 )
-from sigmascope.checkpoints.rounding import Spread, nearest_fp8, numbers_of, to_fp8, to_integers
+from sigmascope.checkpoints.rounding import (
+    Spread,
+    Sums,
+    nearest_fp8,
+    numbers_of,
+    recoded_rows,
+    to_fp8,
+    to_integers,
+)
 
 BLOCK_SIZE: Final = 128
 _ENDINGS: Final = (".weight_scale_inv", ".weight_scale", ".scale_weight")
@@ -91,6 +99,37 @@ def _merged(peak: Tensor, numbers: Tensor, scales: Scales, config: Config) -> Sp
     return stored.times(step)
 
 
+def _store(sums: Sums, scales: Scales, config: Config, size: tuple[int, int]) -> tuple[Tensor, Scales]:
+    """Scales stay where the numbers fit, so that an unchanged one gets its old code; others are made anew."""
+    dtype: torch.dtype = config["dtype"]
+    limit = 127.0 if dtype == INT8 else torch.finfo(dtype).max
+    old, pieces = scales["scale"], recoded_rows(*size)
+    kind = scale_kind(config["shape"], tuple(old.shape))
+    needed = torch.cat([_largest(sums(some), kind) for some in pieces])
+    if kind == "per tensor":
+        needed = needed.amax()
+    kept = old.to(torch.float32)
+    needed = needed.reshape(old.shape).div_(limit)
+    scale = torch.where(needed > kept, needed, kept).to(old.dtype)
+    whole = _spread(scale.to(torch.float32), size)
+    codes = torch.empty(size, dtype=dtype)
+    for some in pieces:
+        numbers = sums(some) / (whole[some] if whole.ndim else whole)
+        numbers = numbers.clamp_(-limit, limit)
+        codes[some] = (numbers.round_() if dtype == INT8 else numbers).to(dtype)
+    return codes, {"scale": scale}
+
+
+def _largest(numbers: Tensor, kind: str | None) -> Tensor:
+    """The largest magnitude of each cell of rows that a scale is for; of each row, if there is one for all."""
+    magnitudes = numbers.abs()
+    if kind != f"in blocks of {BLOCK_SIZE}":
+        return magnitudes.amax(1)
+    rows, columns = numbers.shape
+    padded = torch.nn.functional.pad(magnitudes, (0, -columns % BLOCK_SIZE, 0, -rows % BLOCK_SIZE))
+    return padded.reshape(padded.shape[0] // BLOCK_SIZE, BLOCK_SIZE, -1, BLOCK_SIZE).amax((1, 3))
+
+
 KIND: Final = Kind(
     "{dtype} scaled {scale}",
     FP8 | {INT8},
@@ -102,4 +141,5 @@ KIND: Final = Kind(
     numbers=_numbers,
     again=_again,
     merged=_merged,
+    store=_store,
 )

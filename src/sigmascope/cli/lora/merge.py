@@ -255,6 +255,7 @@ def print_checkpoint_merge(console: Console, report: "CheckpointMergeReport", *,
         listed(console, f"Keys that belong to no module, in {report.inputs[position].path.name}", keys)
     skipped = [f"{name} ({reason})" for name, reason in report.skipped.items()]
     listed(console, "In the old file only", skipped, style="cyan")
+    console.print(findings(report.findings))
     print_written(console, report.checkpoint, report.file_bytes)
 
 
@@ -266,8 +267,19 @@ def _checkpoint_merge_facts(report: "CheckpointMergeReport") -> list[tuple[str, 
         ("Tensors changed", f"{len(report.tensors)} ({report.copied} copied bit for bit)"),
         ("Strength ‖ΔW‖", number(report.change_norm)),
         ("Lost to rounding", percent(report.lost_share)),
+        ("Arrives", _arrives(report)),
+        ("Stored as", ", ".join(dict.fromkeys(tensor.stored for tensor in report.tensors)) or None),
+        (
+            "Scales made anew",
+            str(anew) if (anew := sum(one.has_new_scale for one in report.tensors)) else None,
+        ),
         ("Time", f"{report.seconds:.1f} s"),
     ]
+
+
+def _arrives(report: "CheckpointMergeReport") -> str | None:
+    share, noise = report.arrival.share, report.arrival.noise
+    return None if share is None else f"{percent(share)}, with noise of {percent(noise)} of its size"
 
 
 def _baked_tensor_table(heading: str, tensors: Sequence["MergedTensor"]) -> Table:
