@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.cli.lora.conftest import Terminal, terminal
+from tests.lora.pairs.test_mixed_forms import as_gguf, in_original_form
 from torch import Tensor
 
 from sigmascope.checkpoints import open_checkpoint, safetensors
@@ -324,3 +326,36 @@ def test_an_unchanged_part_keeps_its_quantisation(lora: Path, tmp_path: Path) ->
     after = load_file(tmp_path / "merged.safetensors")
     assert all(same_bits(after[key], value) for key, value in other.items())
     assert report.copied == 2
+
+
+@pytest.mark.slow
+def test_diffusers_runs_a_merged_gguf_file_as_the_merged_float_model(tmp_path: Path) -> None:
+    """The usual case: a LoRA in diffusers' names, and WAN in its original names as GGUF."""
+    model, prompt = diffusers.WanTransformer3DModel, torch.randn(1, 4, 256)
+    torch.manual_seed(0)
+    whole: Any = model(
+        num_layers=1, attention_head_dim=64, num_attention_heads=4, text_dim=256, ffn_dim=512, freq_dim=64, in_channels=4,
+        out_channels=4,
+    )  # fmt: skip
+    whole.save_pretrained(tmp_path / "model")
+    state = {key: value.detach().clone() for key, value in whole.state_dict().items()}
+    base = as_gguf(tmp_path / "base.gguf", in_original_form("wan", state), "Q8_0")
+    tensors: dict[str, Tensor] = {}
+    for layer in ("blocks.0.attn1.to_q", "blocks.0.attn2.to_k", "blocks.0.ffn.net.0.proj"):
+        weight = whole.get_submodule(layer).weight
+        up, down = (0.1 * torch.randn(size) for size in ((weight.shape[0], 4), (4, weight.shape[1])))
+        tensors |= {f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}
+        weight.data += up @ down
+    save_file(tensors, tmp_path / "lora.safetensors")
+    merge_into_checkpoint([tmp_path / "lora.safetensors"], base, tmp_path / "merged.gguf")
+    quantised = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
+    how: dict[str, Any] = {"config": str(tmp_path / "model"), "quantization_config": quantised}
+    inputs = {"timestep": torch.tensor([3]), "encoder_hidden_states": prompt, "return_dict": False}
+    latents = torch.randn(1, 4, 1, 8, 8)
+    with torch.no_grad():
+        (wanted,) = whole(latents, **inputs)
+        (unmerged,), (merged,) = (
+            model.from_single_file(str(file), torch_dtype=torch.float32, **how)(latents, **inputs)
+            for file in (base, tmp_path / "merged.gguf")
+        )
+    assert (merged - wanted).norm() < 0.2 * (unmerged - wanted).norm()

@@ -31,6 +31,11 @@ _ENDINGS: Final = {".weight": ".weight", ".bias": ".bias", ".scale": ".weight"}
 """Of keys, and diffusers' for them: original files call the weight of an RMS norm its scale."""
 _OPEN_CLIP: Final = re.compile(r"(.*\.attn\.in_proj)_(weight|bias)")
 """open_clip's query, key and value, the endings of whose keys have no dot."""
+_OPEN_CLIP_OWN: Final = {
+    "text_projection": ("text_projection.weight", True),
+    "positional_embedding": ("text_model.embeddings.position_embedding.weight", False),
+}
+"""open_clip's parameters of the encoder itself by transformers' names, and whether they are transposed."""
 _READ_BYTES: Final = 1 << 20
 
 
@@ -40,10 +45,12 @@ class _Named(NamedTuple):
     Attributes:
         places: The tensors whose rows it has, in order.
         row: The family's line, if it has one.
+        transposed: Whether it is diffusers' tensor with rows and columns exchanged.
     """
 
     places: tuple[Place, ...]
     row: Row | None = None
+    transposed: bool = False
 
 
 class _Rows(NamedTuple):
@@ -55,10 +62,17 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What a tensor is made of: rows of others on top of each other, with the halves exchanged at the end if asked."""
+    """What a tensor is made of: rows of others on top of each other.
+
+    Attributes:
+        sources: The rows.
+        swapped: Whether the halves are exchanged in the end.
+        transposed: Whether rows and columns are.
+    """
 
     sources: tuple[_Rows, ...]
     swapped: bool = False
+    transposed: bool = False
 
 
 def translated(
@@ -98,7 +112,7 @@ def translated(
             ]
         first = found[0][0]
         swapped = _is_swapped(base, key, name.row) != _is_swapped(tuned, first, other[first].row)
-        recipes[key] = _Recipe(tuple(sources), swapped)
+        recipes[key] = _Recipe(tuple(sources), swapped, name.transposed != other[first].transposed)
     used = {source.key for recipe in recipes.values() for source in recipe.sources}
     recipes |= {key: _Recipe((_Rows(key),)) for key in tuned if key not in used and key not in recipes}
     return TranslatedCheckpoint(tuned, recipes)
@@ -120,6 +134,9 @@ def _named_by(key: str, layout: ModelLayout, blocks: UnetBlocks) -> _Named:
             path, ending = inner.removesuffix(own), there
     if part.startswith("text_encoder") and (fused := _OPEN_CLIP.fullmatch(inner)):
         path, ending = f"{fused[1]}_weight", f".{fused[2]}"
+    if part.startswith("text_encoder") and inner in _OPEN_CLIP_OWN:
+        name, transposed = _OPEN_CLIP_OWN[inner]
+        return _Named(((part, name),), transposed=transposed)
     row = _row_of(path, part, layout, blocks)
     if isinstance(row, Row):
         return _Named(tuple((part, name + ending) for name in row.parts), row)
@@ -198,6 +215,7 @@ class TranslatedCheckpoint(CompositeCheckpoint):
             for info, rows in zip(infos, recipe.sources, strict=True)
         ]
         shape = (sum(heights), *infos[0].shape[1:])
+        shape = tuple(reversed(shape)) if recipe.transposed else shape
         dtype = reduce(torch.promote_types, (info.dtype for info in infos))
         return TensorInfo(key, shape, dtype, prod(shape) * dtype.itemsize)
 
@@ -210,6 +228,9 @@ class TranslatedCheckpoint(CompositeCheckpoint):
         recipe = self._recipes.get(info.name)
         if recipe is None:
             return super()._read_into(info, buffer)
+        if recipe.transposed:
+            whole = self._source.tensor(recipe.sources[0].key)
+            return buffer.view(info.dtype).reshape(info.shape).copy_(whole.t())
         made = buffer.view(info.dtype)
         done = 0
         for rows in recipe.sources:
@@ -240,4 +261,8 @@ class TranslatedCheckpoint(CompositeCheckpoint):
 
 
 def _is_renaming(recipe: _Recipe) -> bool:
-    return len(recipe.sources) == 1 and recipe.sources[0].rows is None and not recipe.swapped
+    return (
+        len(recipe.sources) == 1
+        and recipe.sources[0].rows is None
+        and not (recipe.swapped or recipe.transposed)
+    )

@@ -327,12 +327,34 @@ def test_a_text_encoder_of_a_single_file_is_that_of_a_folder(tmp_path: Path, sav
         )
         for ending in ("weight", "bias")
     }
+    projection = torch.randn(6, 8, generator=generator)
+    parts["text_encoder_2.text_projection.weight"] = projection
+    base |= parts
+    fused["conditioner.embedders.1.model.text_projection"] = projection.t().contiguous()
     options = PairOptions(parts=("denoiser", "text_encoder_2"))
     single = single_file("sdxl", state("sdxl")) | fused
     with open_pair(save("base", base), save("single", single), options) as pair:
         for key, value in parts.items():
             assert torch.equal(pair.tuned.tensor(key), value)
         assert pair.skipped == {}
+
+
+def test_a_snapshot_in_the_hubs_cache_is_paired_with_a_gguf_file(
+    z_image: tuple[State, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = z_image
+    commit = "0" * 40
+    model = tmp_path / "hub" / "models--org--z-image"
+    pipeline(model / "snapshots" / commit, "transformer", before)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    tuned_file = as_gguf(tmp_path / "tuned.gguf", in_original_form("z_image", after), "F16")
+    with open_pair("org/z-image", tuned_file) as pair:
+        assert pair.skipped == {}
+        weight = pair.tuned.tensor("transformer.layers.1.attention.to_v.weight")
+    torch.testing.assert_close(weight.float(), after["layers.1.attention.to_v.weight"], rtol=1e-3, atol=1e-3)
 
 
 def test_a_layer_that_the_single_file_lacks_is_refused_by_its_name(save: Save) -> None:
