@@ -6,6 +6,7 @@ a fused one; halves of rows that are in the opposite order are exchanged. Nothin
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -199,6 +200,9 @@ class TranslatedCheckpoint(CompositeCheckpoint):
         places = {key: (source, recipe.sources[0].key) for key, recipe in recipes.items()}
         super().__init__(source.path, [source], places, source.metadata, source.skipped)
         self._source = source
+        self._idle: deque[Tensor] = (
+            deque()
+        )  # memory to read into that nobody uses: fresh one scatters the heap
         self._recipes = {key: recipe for key, recipe in recipes.items() if not _is_renaming(recipe)}
         for key, recipe in self._recipes.items():
             self._infos[key] = self._made_info(key, recipe)
@@ -241,9 +245,29 @@ class TranslatedCheckpoint(CompositeCheckpoint):
         return tensor.copy_(tensor.roll(info.shape[0] // 2, dims=0)) if recipe.swapped else tensor
 
     def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
-        if info.name not in self._recipes:
+        recipe = self._recipes.get(info.name)
+        if recipe is None:
             return super()._read_pieces(info, buffer)
-        return Checkpoint._read_pieces(self, info, buffer)
+        if recipe.swapped or recipe.transposed:
+            return Checkpoint._read_pieces(self, info, buffer)
+        return self._in_pieces(
+            recipe, buffer[: buffer.numel() // info.dtype.itemsize * info.dtype.itemsize].view(info.dtype)
+        )
+
+    def _in_pieces(self, recipe: _Recipe, memory: Tensor) -> Iterator[Tensor]:
+        """The elements of all sources in runs that fill the memory, so that the whole is never there."""
+        filled = 0
+        for rows in recipe.sources:
+            for piece in self._pieces_of(rows):
+                while piece.numel():
+                    some = piece[: memory.numel() - filled]
+                    memory[filled : filled + some.numel()] = some
+                    filled, piece = filled + some.numel(), piece[some.numel() :]
+                    if filled == memory.numel():
+                        yield memory
+                        filled = 0
+        if filled:
+            yield memory[:filled]
 
     def _pieces_of(self, rows: _Rows) -> Iterator[Tensor]:
         """A source's elements that are wanted, in row-major order, a little at a time."""
@@ -252,12 +276,19 @@ class TranslatedCheckpoint(CompositeCheckpoint):
             slice(0, None) if rows.rows is None else slice(rows.rows.start * width, rows.rows.stop * width)
         )
         begin = 0
-        for piece in self._source.pieces(rows.key, torch.empty(_READ_BYTES, dtype=torch.uint8)):
-            end = begin + piece.numel()
-            stop = end if wanted.stop is None else min(wanted.stop, end)
-            if max(wanted.start, begin) < stop:
-                yield piece[max(wanted.start - begin, 0) : stop - begin]
-            begin = end
+        try:
+            memory = self._idle.pop()
+        except IndexError:
+            memory = torch.empty(_READ_BYTES, dtype=torch.uint8)
+        try:
+            for piece in self._source.pieces(rows.key, memory):
+                end = begin + piece.numel()
+                stop = end if wanted.stop is None else min(wanted.stop, end)
+                if max(wanted.start, begin) < stop:
+                    yield piece[max(wanted.start - begin, 0) : stop - begin]
+                begin = end
+        finally:
+            self._idle.append(memory)
 
 
 def _is_renaming(recipe: _Recipe) -> bool:

@@ -155,7 +155,13 @@ def test_a_tuned_model_in_the_other_form_has_the_tensors_of_the_plain_pair(
         assert mixed.others == plain.others
         assert mixed.skipped == {}
         for key in (*(f"{layer}.weight" for layer in plain.layers), *plain.others):
-            assert torch.equal(mixed.tuned.tensor(key), plain.tuned.tensor(key)), key
+            wanted = plain.tuned.tensor(key)
+            assert torch.equal(mixed.tuned.tensor(key), wanted), key
+            pieces = [
+                piece.clone() for piece in mixed.tuned.pieces(key, torch.empty(1000, dtype=torch.uint8))
+            ]
+            assert torch.equal(torch.cat(pieces), wanted.reshape(-1)), key
+            assert {len(piece) for piece in pieces[:-1]} <= {250}
 
 
 @pytest.mark.slow
