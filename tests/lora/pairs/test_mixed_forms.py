@@ -179,6 +179,7 @@ def test_the_lora_of_a_folder_and_a_single_file_is_that_of_the_plain_pair(
         assert torch.equal(mixed[key], value), key
 
 
+@pytest.mark.slow
 def test_an_extraction_from_two_forms_that_was_stopped_goes_on(tmp_path: Path, save: Save) -> None:
     files = in_both_forms("wan", tmp_path, save)
     pair, options = (files["folder"][0], files["single file"][1]), ExtractOptions(rank=2, conv_rank=2)
