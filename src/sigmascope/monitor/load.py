@@ -6,12 +6,21 @@ as facts. `OwnTime` adds up the time that the watch itself takes outside of stag
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Final
 
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.scope import Clock
 from sigmascope.probes.host import cpu_moment, disk_moment, others_share, runtime_moment
-from sigmascope.records.performance import COLLECTIONS, COMPILED_GRAPHS, DISK_READ, OTHERS, PAGE_FAULTS
+from sigmascope.probes.processor import processor_moment, processor_use
+from sigmascope.records.performance import (
+    COLLECTIONS,
+    COMPILED_GRAPHS,
+    DISK_READ,
+    OTHERS,
+    PAGE_FAULTS,
+    PROCESSOR,
+)
 from sigmascope.records.run import OWN_SECONDS
 
 _LEAST_SECONDS_TO_JUDGE_LOAD: Final = 0.2
@@ -25,10 +34,12 @@ class Load:
         self._cpu = cpu_moment().value
         self._disk = disk_moment()
         self._runtime = runtime_moment()
+        self._processor = processor_moment()
 
     def note(self, recorder: Recorder) -> None:
         """Put the counts on the run."""
         cpu, disk, runtime = cpu_moment().value, disk_moment(), runtime_moment()
+        recorder.fact(PROCESSOR, asdict(processor_use(self._processor, processor_moment())[0]))
         before = self._cpu
         if before is not None and cpu is not None and cpu.at - before.at >= _LEAST_SECONDS_TO_JUDGE_LOAD:
             recorder.fact(OTHERS, others_share(before, cpu))

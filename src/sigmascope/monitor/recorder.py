@@ -608,7 +608,7 @@ class Step:
         scope = recorder.current_scope()
         try:
             mark = None if scope.columns.timings is None else scope.instruments.mark()
-            scope.in_step = True
+            scope.begin_step()
             self._entered = (recorder.clock(), scope, mark, self._entered)
         except Exception as failure:  # noqa: BLE001 - a monitor's failure must not reach the host
             scope.instruments.guard.switch_off("steps", failure)

@@ -13,8 +13,9 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
+from time import process_time_ns
 from typing import Final, NamedTuple
 
 from sigmascope.monitor import peaks
@@ -33,8 +34,9 @@ from sigmascope.probes import (
     system_memory,
 )
 from sigmascope.probes.accelerators import AcceleratorEvent, why_no_devices
+from sigmascope.probes.processor import ProcessorMoment, processor_moment, processor_use
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
-from sigmascope.records.performance import MEMORY_OVER_TIME, UTILIZATION
+from sigmascope.records.performance import MEMORY_OVER_TIME, PROCESSOR, UTILIZATION
 from sigmascope.records.run import (
     DEVICE_SECONDS,
     STAGES,
@@ -73,6 +75,8 @@ _MOST_SUMS: Final = 100
 OTHERS: Final = "others"
 """Where names are made up call by call, those beyond the first are counted together, under this."""
 _RESOLVE_FROM = 64
+COLUMNS: Final = 5
+"""Of `StepColumns`."""
 StepListener = Callable[[str, int, int], None]
 """Called with a stage's name, and when its step began and ended in nanoseconds of the recorder's clock."""
 Clock = Callable[[], int]
@@ -97,6 +101,7 @@ class Scope:
         self.path = name  # until it is opened
         self.thread_id = 0
         self.in_step = False
+        self._step_cpu_ns = 0
         self.was_opened = False
         self.started_ns = 0
         self.ended_ns: int | None = None
@@ -118,6 +123,7 @@ class Scope:
         self._samples: ScopeSamples | None = None
         self._edges = instruments.new_timings()
         self._began: Mark | None = None
+        self._processor: list[ProcessorMoment] = []
 
     def open(self) -> None:
         """Take the baseline, then start the clock."""
@@ -132,10 +138,17 @@ class Scope:
         self._samples = instruments.sampled.open(instruments.clock(), is_outermost=self.is_outermost)
         if self._edges is not None:
             self._began = instruments.mark()
+        self._look_at_processor()
         self.started_ns = instruments.clock()
+
+    def begin_step(self) -> None:
+        """Note that a step begins now."""
+        self.in_step = True
+        self._step_cpu_ns = process_time_ns()
 
     def add_step(self, started_ns: int, ended_ns: int, start: "Mark | None") -> None:
         """Take what there is at a step's end."""
+        cpu_ns = process_time_ns() - self._step_cpu_ns
         self.in_step = False
         instruments, timings = self.instruments, self.columns.timings
         end = None if start is None else instruments.mark(start.device)
@@ -145,7 +158,7 @@ class Scope:
             allocated = instruments.tracker.step(rss, ended_ns, device)
             if timings is not None:
                 instruments.add_timing(timings, len(self.columns), start, end)
-            self.columns.add(started_ns, ended_ns, rss, allocated)
+            self.columns.add(started_ns, ended_ns, rss, allocated, cpu_ns)
         if self.step_listener is not None:
             self.step_listener(self.name, started_ns, ended_ns)
 
@@ -155,6 +168,7 @@ class Scope:
         if self.ended_ns is None:
             self.ended_ns = instruments.clock()
         ended_ns = self.ended_ns
+        self._look_at_processor()
         self.step_listener = None
         memory = HostMemory()
         try:
@@ -175,6 +189,18 @@ class Scope:
             self.exception_details = instruments.guard.call(
                 "exception_details", lambda: instruments.guard.details(error)
             )
+
+    def _look_at_processor(self) -> None:
+        moment = self.instruments.guard.call(PROCESSOR, processor_moment)
+        if moment is not None:
+            self._processor.append(moment)
+
+    def _processor_use(self) -> tuple[dict[str, object], dict[str, str]]:
+        """What it used of the processor as facts, and why what is missing is."""
+        if len(self._processor) < 2:
+            return {}, {PROCESSOR: self.instruments.guard.reasons.get(PROCESSOR, STILL_OPEN)}
+        use, why_not = processor_use(self._processor[0], self._processor[-1])
+        return {PROCESSOR: asdict(use)}, {f"{PROCESSOR}.{name}": why for name, why in why_not.items()}
 
     def _end_on_device(self) -> None:
         instruments, edges, began = self.instruments, self._edges, self._began
@@ -218,8 +244,11 @@ class Scope:
         sampled, why_not_sampled = instruments.sampled.freeze(
             self._samples, self.started_ns, is_outermost=self.is_outermost
         )
-        facts = sampled | self.facts
-        unavailable |= {**why_not_sampled, **dict.fromkeys(sampled.keys() & self.facts.keys(), OWN_FACT)}
+        used, why_not_used = self._processor_use()
+        measured = sampled | used
+        facts = measured | self.facts
+        unavailable |= why_not_sampled | why_not_used
+        unavailable |= dict.fromkeys(measured.keys() & self.facts.keys(), OWN_FACT)
         on_device, why_not = self.device_seconds()
         if on_device is not None:
             facts[DEVICE_SECONDS] = on_device
@@ -310,8 +339,8 @@ class FoldedScopes:
             was.failures + (scope.error is not None),
             was.device_seconds + (on_device or 0.0),
             was.timed_on_device + (on_device is not None),
-            was.steps + len(figures) // 4,
-            was.step_seconds + (sum(figures[1::4]) - sum(figures[0::4])) / 1e9,
+            was.steps + len(figures) // COLUMNS,
+            was.step_seconds + (sum(figures[1::COLUMNS]) - sum(figures[0::COLUMNS])) / 1e9,
         )
         for child in list(scope.children):
             self._add_sums(child, f"{path}/")
@@ -338,7 +367,7 @@ def _generations_in(scope: Scope) -> int:
 
 
 class StepColumns:
-    """When each step began and ended, and the memory at its end: four integers, 32 bytes, a step."""
+    """When each step began and ended, the memory at its end, and its processor time: five integers, 40 bytes, a step."""
 
     __slots__ = ("_figures", "timings")
 
@@ -347,16 +376,16 @@ class StepColumns:
         self.timings = timings
 
     def __len__(self) -> int:
-        return len(self._figures) // 4
+        return len(self._figures) // COLUMNS
 
-    def add(self, started_ns: int, ended_ns: int, rss: int, allocated: int) -> None:
+    def add(self, started_ns: int, ended_ns: int, rss: int, allocated: int, cpu_ns: int) -> None:
         """Append a step, whole: within `extend` no other thread, handler of a signal or Ctrl-C has a turn."""
-        self._figures.extend((started_ns, ended_ns, rss, allocated))
+        self._figures.extend((started_ns, ended_ns, rss, allocated, cpu_ns))
 
     def last_ended_ns(self) -> int | None:
         """When the last step ended; None before the first."""
         figures = self._figures
-        return figures[-3] if figures else None
+        return figures[1 - COLUMNS] if figures else None
 
     def figures(self) -> Sequence[int]:
         """Step after step, as they are now."""
@@ -365,15 +394,15 @@ class StepColumns:
     def edges(self) -> tuple[int, int] | None:
         """When the first step began and the last one ended; None without any."""
         figures = self.figures()
-        return (min(figures[0::4]), max(figures[1::4])) if figures else None
+        return (min(figures[0::COLUMNS]), max(figures[1::COLUMNS])) if figures else None
 
     def freeze(self, stage_started_ns: int, reasons: Mapping[str, str]) -> Steps:
         """Return the record, with `started` in seconds since the stage began."""
         with peaks.LOCK:  # each row with its timing; the host's steps wait for no more than a copy
             figures = self.figures()
-            gpu_seconds = _gpu_seconds(self.timings, len(figures) // 4)
+            gpu_seconds = _gpu_seconds(self.timings, len(figures) // COLUMNS)
             why = "" if self.timings is None else _why_untimed(self.timings, gpu_seconds)
-        started_ns, ended_ns, rss, allocated = (figures[column::4] for column in range(4))
+        started_ns, ended_ns, rss, allocated, cpu_ns = (figures[column::COLUMNS] for column in range(COLUMNS))
         bytes_columns = {
             "rss_bytes": _none_where_unknown(rss),
             "allocated_bytes": _none_where_unknown(allocated),
@@ -388,6 +417,7 @@ class StepColumns:
             started=tuple((start - stage_started_ns) / 1e9 for start in started_ns),
             seconds=tuple((end - start) / 1e9 for start, end in zip(started_ns, ended_ns, strict=True)),
             gpu_seconds=gpu_seconds,
+            cpu_seconds=tuple(nanoseconds / 1e9 for nanoseconds in cpu_ns),
             unavailable=unavailable,
             **bytes_columns,
         )

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final, NotRequired, TypedDict
 
-from sigmascope.records.run import CallFacts, Run, Stage
+from sigmascope.records.run import CallFacts, Run, Stage, is_duration
 from sigmascope.records.serialization import from_plain
 
 BENCHMARK: Final = "benchmark"
@@ -32,6 +32,10 @@ COLLECTIONS: Final = "full_collections"
 COMPILED_GRAPHS: Final = "compiled_graphs"
 """Facts of a run: how often the process had to wait for a page of memory from a disk, and what it read from disks."""
 """Of what it notes: the share of all processor threads that other programs used meanwhile, 0 to 1."""
+
+
+PROCESSOR: Final = "processor"
+"""The fact of a stage, and of a run, that holds its `ProcessorUse`."""
 
 
 PROFILES: Final = "profiles"
@@ -318,6 +322,36 @@ class Made:
     width: int | None = None
     height: int | None = None
     frames: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorUse:
+    """What the processor gave this process during a stage or a run, and what it was made to wait for.
+
+    Attributes:
+        own_seconds: Processor time of the process, all of its threads, whatever they worked at.
+        waited_seconds: How long the thread of the stage was ready to run and had no processor. None: not known, as all below.
+        throttled_seconds: How long a quota held the process's control group back.
+        minor_faults: Pages of memory that were given out, or found in memory.
+        major_faults: Pages that had to be read from a disk.
+    """
+
+    own_seconds: float
+    waited_seconds: float | None = None
+    throttled_seconds: float | None = None
+    minor_faults: int | None = None
+    major_faults: int | None = None
+
+
+def processor_use_of(facts: Mapping[str, Any]) -> ProcessorUse | None:
+    """What a stage or a run, of its facts, used of the processor; None where it is not recorded or cannot be."""
+    noted = facts.get(PROCESSOR)
+    if not isinstance(noted, Mapping):
+        return None
+    kept = {name: value for name, value in noted.items() if is_duration(value)}
+    if "own_seconds" not in kept:
+        return None
+    return ProcessorUse(**{entry.name: kept.get(entry.name) for entry in fields(ProcessorUse)})  # type: ignore[arg-type]
 
 
 def others_of(facts: Mapping[str, Any]) -> float | None:

@@ -75,7 +75,8 @@ class Steps:
 
     `started` counts from the beginning of the stage. A whole column that could not be measured is
     empty, with the reason in `unavailable`; a single reading that failed is `None`. `started` and
-    `seconds` are always there.
+    `seconds` are always there. `cpu_seconds` is the processor time of the whole process during a step; a
+    record of an earlier version has none.
 
     Raises:
         ValueError: A column is longer or shorter than `seconds`.
@@ -87,6 +88,7 @@ class Steps:
     rss_bytes: tuple[int | None, ...] = ()
     allocated_bytes: tuple[int | None, ...] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    cpu_seconds: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         columns = {
@@ -94,6 +96,7 @@ class Steps:
             "gpu_seconds": len(self.gpu_seconds) or len(self),
             "rss_bytes": len(self.rss_bytes) or len(self),
             "allocated_bytes": len(self.allocated_bytes) or len(self),
+            "cpu_seconds": len(self.cpu_seconds) or len(self),
         }
         for name, length in columns.items():
             if length != len(self):
@@ -547,8 +550,8 @@ def _is_beginning(value: float) -> bool:
 def _times_of_steps(steps: Steps) -> Iterator[tuple[str, object, bool]]:
     for row, started in enumerate(steps.started):
         yield f"steps.started[{row}]", started, _is_beginning(started)
-    for name, column in (("seconds", steps.seconds), ("gpu_seconds", steps.gpu_seconds)):
-        yield from _durations(f"steps.{name}", column)
+    for name in ("seconds", "gpu_seconds", "cpu_seconds"):
+        yield from _durations(f"steps.{name}", getattr(steps, name))
 
 
 def _durations(name: str, column: Iterable[float | None]) -> Iterator[tuple[str, object, bool]]:

@@ -41,7 +41,7 @@ def test_library_code_records_on_the_current_recorder(recorder: Recorder) -> Non
     with recorder, stage("denoising") as watched, step():
         watched.fact("seed", 7)
     [denoising] = recorder.run().stages
-    assert (denoising.name, len(denoising.steps), denoising.facts) == ("denoising", 1, {"seed": 7})
+    assert (denoising.name, len(denoising.steps), denoising.facts["seed"]) == ("denoising", 1, 7)
 
 
 def test_two_recorders_keep_their_own_stages_apart() -> None:

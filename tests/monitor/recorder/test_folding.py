@@ -79,6 +79,8 @@ def test_a_run_of_fewer_generations_is_what_it_is_without_a_limit(
     clock: "FakeClock", host: "FakeHost", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = []
+    monkeypatch.setattr("sigmascope.monitor.scope.process_time_ns", lambda: 0)
+    monkeypatch.setattr("sigmascope.monitor.scope.processor_moment", lambda: None)
     for keep in (None, len(SECONDS)):
         clock.ns = 0
         monkeypatch.setattr("uuid.uuid4", lambda: type("Id", (), {"hex": "same"}))

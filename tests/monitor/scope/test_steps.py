@@ -150,7 +150,7 @@ def test_reading_a_run_while_threads_add_steps_sees_whole_rows_and_loses_none() 
     def add(thread: int) -> None:
         for number in range(5000):
             at = thread * 10_000 + number
-            columns.add(at, at + 7, at + 1, at + 2)
+            columns.add(at, at + 7, at + 1, at + 2, at + 3)
 
     with ThreadPoolExecutor(4) as pool:
         adding = [pool.submit(add, thread) for thread in range(4)]
@@ -160,11 +160,17 @@ def test_reading_a_run_while_threads_add_steps_sees_whole_rows_and_loses_none() 
         for future in adding:
             future.result()
     for steps in [*read, columns.freeze(0, {})]:
-        for started, seconds, rss, allocated in zip(
-            steps.started, steps.seconds, steps.rss_bytes, steps.allocated_bytes, strict=True
+        for started, seconds, rss, allocated, cpu in zip(
+            steps.started,
+            steps.seconds,
+            steps.rss_bytes,
+            steps.allocated_bytes,
+            steps.cpu_seconds,
+            strict=True,
         ):
             at = round(started * 1e9)
             assert (round(seconds * 1e9), rss, allocated) == (7, at + 1, at + 2)
+            assert cpu == (at + 3) / 1e9
     assert len(columns) == len({*columns.freeze(0, {}).started}) == 20_000
 
 

@@ -85,7 +85,7 @@ class Denoising:
         if self._started is None:
             if self._has_device:
                 self._mark = self._scope.instruments.mark()
-            self._scope.in_step = True
+            self._scope.begin_step()
             self._started = self._clock()
 
     def _is_another(self, timestep: object) -> bool:

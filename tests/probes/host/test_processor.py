@@ -1,0 +1,81 @@
+"""What the processor gave and withheld, by Linux's own words: planted files, and a busy machine."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from sigmascope.probes.processor import (
+    ProcessorMoment,
+    processor_moment,
+    processor_use,
+    statistics_of_group,
+    throttled_ns,
+)
+from sigmascope.probes.reading import Reading
+
+V1 = "nr_periods 12\nnr_throttled 3\nthrottled_time 2500000000\n"
+V2 = "usage_usec 10\nnr_periods 12\nnr_throttled 3\nthrottled_usec 2500000\n"
+
+
+@pytest.mark.parametrize(
+    ("membership", "place", "text"),
+    [
+        ("0::/user.slice/app\n", "user.slice/app", V2),
+        ("0::/seen/from/outside\n", "", V2),  # in a container its own group is the root
+        ("3:cpuset:/x\n2:cpu,cpuacct:/docker/9\n0::/\n", "cpu,cpuacct/docker/9", V1),
+    ],
+)
+def test_the_time_that_a_quota_took_is_read(tmp_path: Path, membership: str, place: str, text: str) -> None:
+    (tmp_path / "groups" / place).mkdir(parents=True)
+    (tmp_path / "groups" / place / "cpu.stat").write_text(text)
+    (tmp_path / "cgroup").write_text(membership)
+    file = statistics_of_group(tmp_path / "groups", tmp_path / "cgroup")
+    assert throttled_ns(file) == 2_500_000_000
+
+
+def test_a_group_without_a_quota_has_no_such_time(tmp_path: Path) -> None:
+    file = tmp_path / "cpu.stat"
+    file.write_text("usage_usec 10\nuser_usec 7\n")
+    with pytest.raises(OSError, match="no quota is set"):
+        throttled_ns(file)
+
+
+def test_what_is_not_known_has_its_reason() -> None:
+    nothing: Reading[int] = Reading(None, "no schedstat")
+    before = ProcessorMoment(1_000_000_000, 7, nothing, Reading(2_000_000_000), Reading(5), Reading(0))
+    after = ProcessorMoment(3_500_000_000, 7, nothing, Reading(2_250_000_000), Reading(9), Reading(1))
+    use, unavailable = processor_use(before, after)
+    assert (use.own_seconds, use.throttled_seconds, use.minor_faults, use.major_faults) == (2.5, 0.25, 4, 1)
+    assert (use.waited_seconds, unavailable) == (None, {"waited_seconds": "no schedstat"})
+
+
+def _burn(seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system has no schedstat")
+def test_a_thread_that_shares_its_processor_waits_for_what_the_others_take() -> None:
+    """Two other programs on the one processor that this one may use: it gets a third of it, and waits for the rest."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    others = [multiprocessing.get_context("fork").Process(target=_burn, args=(0.6,)) for _ in range(2)]
+    try:
+        for other in others:
+            other.start()
+        before, began = processor_moment(), time.monotonic()
+        _burn(0.3)
+        use, _ = processor_use(before, processor_moment())
+        seconds = time.monotonic() - began
+    finally:
+        os.sched_setaffinity(0, allowed)
+        for other in others:
+            other.kill()
+            other.join()
+    assert use.waited_seconds is not None
+    assert use.waited_seconds > 0.25 * seconds
+    assert use.own_seconds + use.waited_seconds == pytest.approx(seconds, abs=0.15)
