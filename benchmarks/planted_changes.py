@@ -27,7 +27,7 @@ from tests.families.changes import CHANGES, Change, DroppedPages, lora_file, slo
 from tests.families.pipelines import generate, make_pipeline
 
 import sigmascope
-from sigmascope.analysis.recipe import what_changed
+from sigmascope.analysis.what_changed import what_changed
 from sigmascope.records.run import HostFacts, Run
 
 RUNS = 3

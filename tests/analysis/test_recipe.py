@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.recipe import first_difference, what_changed
+from sigmascope.analysis.what_changed import first_difference, what_changed
 from sigmascope.records.run import HostFacts, Run, Stage, Steps, TensorFacts
 
 
@@ -93,8 +93,8 @@ def test_less_time_is_explained_as_well() -> None:
 
 def test_other_work_on_the_processor_is_named() -> None:
     busy = generated(step=2.0, others_cpu_share=0.6)
-    assert "processor used by others 0 % → 60 % may explain it" in headline(
-        busy, generated(others_cpu_share=0.0)
+    assert headline(busy, generated(others_cpu_share=0.0)) == (
+        "The times are not comparable: other programs used 60 % of the processor (before: 0 %)."
     )
 
 

@@ -12,7 +12,7 @@ from tests.families.pipelines import generate, make_pipeline
 
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
-from sigmascope.analysis.run_comparison import compare_work
+from sigmascope.analysis.work_comparison import compare_work
 from sigmascope.records.run import Run, Stage
 from sigmascope.reports.html import to_html
 from sigmascope.reports.markdown import to_markdown

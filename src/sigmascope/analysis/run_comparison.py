@@ -1,9 +1,13 @@
-"""Two sets of runs of the same work: ratios of medians, intervals, tests, and what regressed.
+"""Two sets of runs of the same work: ratios of medians, intervals, tests, what is noise, and what regressed.
 
 Runs are sorted by the work that they did, since a run of 512×512 says nothing about one of 1024×1024
 (`pairs_by_work`). Steps can be compared too: all of a stage together, or each by its number.
 
-The interval and the test are those of `two_samples`.
+The interval and the test are those of `two_samples`. Whether a difference is noise has one answer, `is_noise`, for the
+first sentence, the table, and the check.
+
+Where a run waited for a processor for much of its time, the clock on the wall tells of the other programs. There the
+processor time of the process itself is compared, and the times are called not comparable.
 
 A figure has regressed if its values are higher than the baseline's beyond what chance explains (Mann-Whitney,
 one-sided) and its median is higher by more than what is allowed. Either alone cries wolf: a test alone finds
@@ -17,33 +21,63 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
-from sigmascope.analysis.generations import before_after
-from sigmascope.analysis.recipe import WhatChanged, what_changed
 from sigmascope.analysis.run_figures import (
     Figure,
     Unit,
     figures_of,
     timed_on_device,
     timed_steps,
+    total_of,
     warm,
 )
 from sigmascope.analysis.two_samples import p_of_higher, ratio_interval
 from sigmascope.errors import ConfigError, RecordError
-from sigmascope.records.performance import BeforeAfterDict, work_of
+from sigmascope.records.performance import work_of
 from sigmascope.records.recorded import Recorded, runs_of
 from sigmascope.records.run import Run
 
-_FEWEST_RUNS_WITHOUT_POOLING = 3
 CONFIDENCE: Final = 0.95
 _FEWEST_RUNS_FOR_INTERVAL: Final = 3
 _MOST_COUNTED_AS_0: Final = 1e-12
 """A shorter time is below any clock's resolution, and dividing by it may give infinity."""
-_LEAST_CHANGE: Final = 0.01
-_LEAST_CHANGE_OF_FEW_RUNS: Final = 0.1
+_FEWEST_TO_TEST: Final = 5
+"""On each side. Fewer cannot give p < 0.01."""
+_FEWEST_TO_SEPARATE: Final = 3
+"""With this many on each side, but too few to test, all of one side must be above all of the other."""
+_LEAST_CHANGES_OF_FEW: Final[dict[Unit, tuple[float, float]]] = {"seconds": (0.1, 0.2), "bytes": (0.01, 0.01)}
+"""The least change that is no noise: of enough values to separate, and of fewer."""
+_LEAST_SECONDS_OF_FEW: Final = 0.1
+"""Other programs may delay a few runs by this much."""
+_MOST_WAITED: Final = 0.25
+"""Of a time of which more was waited for a processor, the clock on the wall tells nothing."""
+_LEAST_CHANGE_OF_OWN: Final = 0.2
+"""Processor time too grows beside other programs, which take the caches, by up to this share."""
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
 MAX_SLOWDOWN: Final = 0.03
 MAX_GROWTH: Final = 0.03
 ALPHA: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is no noise where there are enough values to test.
+
+    Attributes:
+        alpha: How likely a difference by chance may be, for each figure.
+        seconds: The least change of a time, as a fraction: 0.05 is 5 %.
+        bytes: The same for peaks of memory.
+    """
+
+    alpha: float = ALPHA
+    seconds: float = MAX_SLOWDOWN
+    bytes: float = 0.01
+
+    def of(self, unit: Unit) -> float:
+        """The least change of figures of this unit."""
+        return self.seconds if unit == "seconds" else self.bytes
+
+
+USUAL: Final = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +95,10 @@ class FigureComparison:
         p_slower: How likely values this much higher are if nothing changed.
         least_p: The smallest p that so few runs can give.
         runs: How many values each side has, baseline first.
-        unavailable: What could not be calculated, and why; "runs": how many are left out.
+        unavailable: What could not be calculated, and why; "runs": how many are left out; "wall": why the times of the
+            runs are not comparable, and these are processor times where they are known.
+        is_noise: Whether chance explains the difference, see `is_noise`.
+        waited: The median share of the time that was waited for a processor, baseline first; None: not known.
     """
 
     name: str
@@ -75,94 +112,71 @@ class FigureComparison:
     least_p: float
     runs: tuple[int, int]
     unavailable: dict[str, str] = field(default_factory=dict)
+    is_noise: bool = True
+    waited: tuple[float, float] | None = None
 
     @property
     def has_changed(self) -> bool:
-        """Whether `compare` shows the figure: it differs by more than noise, as far as so few runs can tell.
+        """Whether the figure differs beyond noise, by the clock that it is compared by."""
+        return not self.is_noise
 
-        From three runs a side there is a 95 % interval of the ratio (`compare_values`): 1 is outside of it, and the change
-        above 1 %. Of fewer runs, seconds differ by more than 10 %, other figures by 1 %. `check` decides in `_judge`.
-        """
-        if self.ratio is None:
-            return self.baseline != self.new
-        change = abs(self.ratio - 1)
-        if self.lower is not None and self.upper is not None:
-            return not self.lower <= 1 <= self.upper and change > _LEAST_CHANGE
-        return change > (_LEAST_CHANGE_OF_FEW_RUNS if self.unit == "seconds" else _LEAST_CHANGE)
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the clock on the wall tells of the runs, and not of other programs."""
+        return "wall" not in self.unavailable
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
-        return asdict(self) | {"runs": list(self.runs)}
+        waited = None if self.waited is None else list(self.waited)
+        return asdict(self) | {"runs": list(self.runs), "waited": waited}
 
 
-@dataclass(frozen=True, slots=True)
-class WorkComparison:
-    """Runs of the same work before and after a change.
+def is_noise(
+    new: Sequence[float],
+    baseline: Sequence[float],
+    unit: Unit,
+    *,
+    limits: Limits = USUAL,
+    least_seconds: float = _LEAST_SECONDS_OF_FEW,
+) -> bool:
+    """Whether chance explains that the medians of two samples differ: the one answer to this question.
 
-    Attributes:
-        work: The benchmark's case; empty for other runs.
-        runs: How many there are on each side, baseline first.
-        changed: What differs in recipe, times and outputs, and what explains it.
-        figures: Stages, steps and peaks, one value a run.
-        pooled_steps: Steps taken together, where a side has too few runs for an interval.
-        steps: Each step by its number, if that was asked for.
-        missing: Figures that one side lacks, with the reason.
-        before_after: The median generations; None without them.
-        folded: How many generations of each side are in sums alone, and have no steps here; baseline first.
+    The fewer values there are, the larger a difference must be. From five on each side a test decides (Mann and
+    Whitney, two-sided), and the change must be above the limit. Of three or four all of one side must lie above all of the
+    other, and a time change by 10 %; of fewer by 20 %. A peak of memory changes by 1 %.
+
+    Args:
+        new: At least one value.
+        baseline: The same.
+        unit: Of both.
+        limits: For enough values to test.
+        least_seconds: By so much fewer than five times must differ; 0 for steps, whose median no short delay moves.
     """
-
-    work: str
-    runs: tuple[int, int]
-    changed: WhatChanged
-    figures: tuple[FigureComparison, ...]
-    pooled_steps: tuple[FigureComparison, ...]
-    steps: tuple[FigureComparison, ...]
-    missing: dict[str, str]
-    before_after: BeforeAfterDict | None
-    folded: tuple[int, int] = (0, 0)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields as JSON values."""
-        return {
-            "work": self.work,
-            "runs": list(self.runs),
-            "headline": self.changed.headline,
-            "differences": {name: list(sides) for name, sides in self.changed.recipe.items()},
-            "changed": self.changed.as_dict(),
-            "figures": [figure.as_dict() for figure in self.figures],
-            "pooled_steps": [figure.as_dict() for figure in self.pooled_steps],
-            "steps": [figure.as_dict() for figure in self.steps],
-            "missing": dict(self.missing),
-            "before_after": self.before_after,
-            **({"folded": list(self.folded)} if any(self.folded) else {}),
-        }
+    now, before = median(new), median(baseline)
+    fewest = min(len(new), len(baseline))
+    separate, few = _LEAST_CHANGES_OF_FEW[unit]
+    if before <= _MOST_COUNTED_AS_0:
+        return now <= _MOST_COUNTED_AS_0
+    change = abs(now / before - 1)
+    if fewest >= _FEWEST_TO_TEST:
+        higher, lower = (new, baseline) if now > before else (baseline, new)
+        return change <= limits.of(unit) or 2 * p_of_higher(higher, lower) >= limits.alpha
+    if unit == "seconds" and abs(now - before) < least_seconds:
+        return True
+    if fewest >= _FEWEST_TO_SEPARATE:
+        return change <= separate or not (min(new) > max(baseline) or max(new) < min(baseline))
+    return change <= few
 
 
-def compare_work(
-    work: str, new: Sequence[Run], baseline: Sequence[Run], *, by_step: bool = False, seed: int = 0
-) -> WorkComparison:
-    """Compare runs with the baseline's runs of the same work."""
-    figures, missing = compare_run_sets(new, baseline, seed=seed)
-    too_few = min(len(new), len(baseline)) < _FEWEST_RUNS_WITHOUT_POOLING
-    return WorkComparison(
-        work,
-        (len(baseline), len(new)),
-        what_changed(new, baseline),
-        figures,
-        compare_pooled_steps(new, baseline, seed=seed) if too_few else (),
-        compare_by_step(new, baseline, seed=seed) if by_step else (),
-        missing,
-        before_after(new, baseline),
-        (_folded_generations(baseline), _folded_generations(new)),
-    )
-
-
-def _folded_generations(runs: Sequence[Run]) -> int:
-    return sum(run.folded.generations for run in runs if run.folded is not None)
+def compare_totals(
+    new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits = USUAL
+) -> FigureComparison:
+    """Compare what whole runs took; each side has at least one, each with a valid time."""
+    return _compare_figures(total_of(new), total_of(baseline), 0, limits)
 
 
 def compare_run_sets(
-    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
 ) -> tuple[tuple[FigureComparison, ...], dict[str, str]]:
     """Compare every figure that both sides have.
 
@@ -173,28 +187,83 @@ def compare_run_sets(
     on_device = timed_on_device(new, baseline)
     ours, theirs = figures_of(new, on_device), figures_of(baseline, on_device)
     compared = tuple(
-        _compare_figures(ours[name], figure, seed) for name, figure in theirs.items() if name in ours
+        _compare_figures(ours[name], figure, seed, limits) for name, figure in theirs.items() if name in ours
     )
     missing = {name: "not in the new runs" for name in theirs if name not in ours}
     missing |= {name: "not in the baseline" for name in ours if name not in theirs}
     return compared, missing
 
 
-def _compare_figures(new: Figure, baseline: Figure, seed: int) -> FigureComparison:
-    comparison = compare_values(baseline.name, baseline.unit, new.values, baseline.values, seed=seed)
+def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -> FigureComparison:
+    is_step = baseline.name.endswith(" step")
+    least_seconds = 0.0 if is_step else _LEAST_SECONDS_OF_FEW
+    waited = (median(baseline.waited), median(new.waited)) if baseline.waited and new.waited else None
+    ours, theirs, unavailable = new.values, baseline.values, {}
+    if waited is not None:
+        differs = not is_noise(ours, theirs, new.unit, limits=limits, least_seconds=least_seconds)
+        is_estimate = new.is_estimate or baseline.is_estimate
+        is_much = max(waited) > _MOST_WAITED and (differs or not is_estimate)
+        if is_much or (differs and _explained_by_waiting(new, baseline)):
+            unavailable["wall"] = waited_in_words(waited, is_estimate=is_estimate)
+            if new.own and baseline.own:
+                ours, theirs = new.own, baseline.own
+    compared = compare_values(
+        baseline.name, baseline.unit, ours, theirs, seed=seed, limits=limits, least_seconds=least_seconds
+    )
+    is_certain = not compared.is_noise
+    if "wall" in unavailable:
+        is_certain = ours is new.own and _differs_in_own(compared)
     left_out = [
         f"{side.untimed} of {side.untimed + len(side.values)} {name} runs"
         for side, name in ((baseline, "baseline"), (new, "new"))
         if side.untimed
     ]
-    if not left_out:
-        return comparison
-    reason = f"{' and '.join(left_out)} left out, because the accelerator did not time them"
-    return replace(comparison, unavailable={**comparison.unavailable, "runs": reason})
+    if left_out:
+        unavailable["runs"] = f"{' and '.join(left_out)} left out, because the accelerator did not time them"
+    return replace(
+        compared,
+        unavailable={**compared.unavailable, **unavailable},
+        is_noise=not is_certain,
+        waited=waited,
+    )
+
+
+def _differs_in_own(compared: FigureComparison) -> bool:
+    """Whether processor times beside other programs differ beyond what these explain."""
+    return (
+        not compared.is_noise
+        and compared.ratio is not None
+        and abs(compared.ratio - 1) > _LEAST_CHANGE_OF_OWN
+    )
+
+
+def _explained_by_waiting(new: Figure, baseline: Figure) -> bool:
+    """Whether half of the difference or more is time that was waited for a processor."""
+    waits = [
+        median(value * share for value, share in zip(side.values, side.waited, strict=True))
+        for side in (baseline, new)
+    ]
+    difference = median(new.values) - median(baseline.values)
+    return difference != 0 and (waits[1] - waits[0]) / difference >= 0.5
+
+
+def waited_in_words(waited: tuple[float, float], *, is_estimate: bool) -> str:
+    """Such as "the run waited for a processor for 62 % of its time (before: 3 %)"."""
+    before, now = (f"{100 * share:.0f} %" for share in waited)
+    if is_estimate:
+        return f"other programs used {now} of the processor (before: {before})"
+    return f"the run waited for a processor for {now} of its time (before: {before})"
 
 
 def compare_values(
-    name: str, unit: Unit, new: Sequence[float], baseline: Sequence[float], *, seed: int = 0
+    name: str,
+    unit: Unit,
+    new: Sequence[float],
+    baseline: Sequence[float],
+    *,
+    seed: int = 0,
+    limits: Limits = USUAL,
+    least_seconds: float = _LEAST_SECONDS_OF_FEW,
 ) -> FigureComparison:
     """Compare two samples of one figure."""
     old_median, new_median = median(baseline), median(new)
@@ -221,6 +290,7 @@ def compare_values(
         1 / math.comb(len(new) + len(baseline), len(new)),
         (len(baseline), len(new)),
         unavailable,
+        is_noise(new, baseline, unit, limits=limits, least_seconds=least_seconds),
     )
 
 
@@ -235,7 +305,7 @@ def compare_pooled_steps(
     on_device = timed_on_device(new, baseline)
     ours, theirs = _steps_by_stage(new, on_device), _steps_by_stage(baseline, on_device)
     return tuple(
-        compare_values(f"{name} step", "seconds", ours[name], values, seed=seed)
+        compare_values(f"{name} step", "seconds", ours[name], values, seed=seed, least_seconds=0.0)
         for name, values in theirs.items()
         if name in ours
     )
@@ -258,7 +328,9 @@ def compare_by_step(
     on_device = timed_on_device(new, baseline)
     ours, theirs = _steps_by_number(new, on_device), _steps_by_number(baseline, on_device)
     return tuple(
-        compare_values(f"{name} step {number}", "seconds", ours[name, number], values, seed=seed)
+        compare_values(
+            f"{name} step {number}", "seconds", ours[name, number], values, seed=seed, least_seconds=0.0
+        )
         for (name, number), values in theirs.items()
         if (name, number) in ours
     )
@@ -348,14 +420,14 @@ def check_regression(
     """
     new, baseline = runs_of(new), runs_of(baseline)
     _require(new, baseline, max_slowdown, max_growth, alpha)
-    compared, missing = compare_run_sets(new, baseline)
+    limits = Limits(alpha, max_slowdown, max_growth)
+    compared, missing = compare_run_sets(new, baseline, limits=limits)
     if not compared:
         raise ConfigError(
             "The runs and the baseline have no stage, step or peak in common.",
             hint="Check runs of the same pipeline.",
         )
-    allowed = {"seconds": max_slowdown, "bytes": max_growth}
-    figures = tuple(_judge(comparison, allowed[comparison.unit], alpha) for comparison in compared)
+    figures = tuple(_judge(comparison, limits) for comparison in compared)
     return RegressionCheck(figures, missing)
 
 
@@ -374,13 +446,17 @@ def _require(
         raise ConfigError(f"--alpha is {alpha}.", hint="Give a probability between 0 and 1, such as 0.01.")
 
 
-def _judge(comparison: FigureComparison, allowed: float, alpha: float) -> CheckedFigure:
+def _judge(comparison: FigureComparison, limits: Limits) -> CheckedFigure:
+    allowed, alpha = limits.of(comparison.unit), limits.alpha
     growth = None if comparison.ratio is None else comparison.ratio - 1
     is_higher = comparison.p_slower < alpha
     if growth is None:
         return CheckedFigure(comparison, "undecided", comparison.unavailable["ratio"])
+    if not comparison.is_comparable and (comparison.is_noise or growth <= allowed):
+        why = f"not comparable: {comparison.unavailable['wall']}; processor time {growth:+.1%}"
+        return CheckedFigure(comparison, "undecided", why)
     if growth > allowed:
-        if is_higher:
+        if not comparison.is_noise and comparison.least_p < alpha:
             why = f"{growth:+.1%}, more than the {allowed:.1%} allowed (p = {comparison.p_slower:.2g})"
             return CheckedFigure(comparison, "regressed", why)
         if comparison.least_p >= alpha:

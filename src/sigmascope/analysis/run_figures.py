@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean, median, stdev
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
-from sigmascope.records.performance import others_of
+from sigmascope.records.performance import ProcessorUse, others_of, processor_use_of
 from sigmascope.records.run import Run, Stage, device_seconds, is_duration, names_in
 
 Unit = Literal["seconds", "bytes"]
@@ -40,12 +40,31 @@ class Figure:
         unit: Of the values.
         values: One a run, in the order of the runs; fewer where a run has none.
         untimed: How many runs are left out since the accelerator's clock, which the others go by, did not time them.
+        own: Processor time of the process in place of each value; empty where it is not known for all of them, or
+            tells nothing: of memory, and where an accelerator works while the host waits for it.
+        waited: The share of each time that the run waited for a processor; empty where that is not known.
+        is_estimate: Whether the system does not tell of waiting, and the share of the processors that other programs used
+            stands for it.
     """
 
     name: str
     unit: Unit
     values: tuple[float, ...]
     untimed: int = 0
+    own: tuple[float, ...] = ()
+    waited: tuple[float, ...] = ()
+    is_estimate: bool = False
+
+
+class _Of(NamedTuple):
+    """One run's value of a figure; its processor time and the share that it waited for one, where they are known."""
+
+    name: str
+    unit: Unit
+    value: float
+    own: float | None = None
+    waited: float | None = None
+    is_estimate: bool = False
 
 
 def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str, Figure]:
@@ -62,42 +81,88 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
         on_device: Stages and steps whose time is that of the accelerator's clock (see `timed_on_device`), without the runs
             that it did not time; others the host's.
     """
-    values: dict[tuple[str, Unit], list[float]] = {}
+    values: dict[tuple[str, Unit], list[_Of]] = {}
     untimed: Counter[str] = Counter()
     for run in runs:
-        for name, unit, value in _figures_of_run(run, on_device):
-            if unit == "bytes" or is_duration(value):
-                values.setdefault((name, unit), []).append(value)
-            elif name in on_device:
-                untimed[name] += 1
-    return {
-        name: Figure(name, unit, tuple(of_runs), untimed[name]) for (name, unit), of_runs in values.items()
-    }
+        for figure in _figures_of_run(run, on_device):
+            if figure.unit == "bytes" or is_duration(figure.value):
+                values.setdefault((figure.name, figure.unit), []).append(figure)
+            elif figure.name in on_device:
+                untimed[figure.name] += 1
+    return {name: _figure(of_runs, untimed[name]) for (name, _), of_runs in values.items()}
 
 
-def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str, Unit, float]]:
+def _figure(of_runs: Sequence[_Of], untimed: int = 0) -> Figure:
+    own, waited = (known(figure.own for figure in of_runs), known(figure.waited for figure in of_runs))
+    return Figure(
+        of_runs[0].name,
+        of_runs[0].unit,
+        tuple(figure.value for figure in of_runs),
+        untimed,
+        tuple(own) if len(own) == len(of_runs) else (),
+        tuple(waited) if len(waited) == len(of_runs) else (),
+        any(figure.is_estimate for figure in of_runs),
+    )
+
+
+def total_of(runs: Sequence[Run]) -> Figure:
+    """What whole runs took; at least one, each with a valid time."""
+    return _figure([_total(run) for run in runs])
+
+
+def _total(run: Run) -> _Of:
+    return _Of("total", "seconds", run.seconds, *_of_processor(run, [run.facts], run.seconds))
+
+
+def _of_processor(
+    run: Run, facts: Sequence[Mapping[str, Any]], seconds: float
+) -> tuple[float | None, float | None, bool]:
+    """Processor time, and the share of the seconds that was waited for a processor; and whether that is an estimate."""
+    uses = [processor_use_of(of_stage) for of_stage in facts]
+    own = [None if use is None else use.own_seconds for use in uses]
+    waits = [None if use is None else waited_seconds(use) for use in uses]
+    has_device = run.host is not None and bool(run.host.accelerators)
+    is_known = None not in waits and seconds > 0
+    share = min(sum(known(waits)) / seconds, 1.0) if is_known else others_of(run.facts)
+    return None if None in own or has_device else sum(known(own)), share, not is_known
+
+
+def waited_seconds(use: ProcessorUse) -> float | None:
+    """How long a thread was ready and held back, by other threads or by a quota; None where that is not known."""
+    return None if use.waited_seconds is None else use.waited_seconds + (use.throttled_seconds or 0.0)
+
+
+def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[_Of]:
     if [stage.name for stage in run.stages] != [_ONLY_STAGE]:
-        yield "total", "seconds", run.seconds
+        yield _total(run)
     for name, stages in _by_name(run).items():
         times = [device_seconds(stage) if name in on_device else stage.seconds for stage in stages]
         seconds = [value for value in times if value is not None and is_duration(value)]
         is_whole = len(seconds) == len(times)
-        yield name, "seconds", sum(seconds) + _folded_seconds(run, name, on_device) if is_whole else math.nan
+        folded = _folded_seconds(run, name, on_device)
+        own, waited, is_estimate = None, None, False
+        if name not in on_device and is_whole and not folded:
+            own, waited, is_estimate = _of_processor(run, [stage.facts for stage in stages], sum(seconds))
+        yield _Of(name, "seconds", sum(seconds) + folded if is_whole else math.nan, own, waited, is_estimate)
         columns = [timed_steps(stage, on_device) for stage in stages if len(stage.steps)]
         # compiling, autotuning and lazy loading fall into the first; it is in the stage's time all the same
         steps = [value for column in columns for value in warm(column)]
         if columns:
-            yield (
-                step_name(stages[0]),
-                "seconds",
-                median(steps) if steps and all(map(known, columns)) else math.nan,
-            )
+            step = median(steps) if steps and all(map(known, columns)) else math.nan
+            own_step = None if own is None else _own_step(stages)
+            yield _Of(step_name(stages[0]), "seconds", step, own_step, waited, is_estimate)
     peak = run.peak()
     if peak.rss_bytes is not None:
-        yield "process peak", "bytes", float(peak.rss_bytes)
+        yield _Of("process peak", "bytes", float(peak.rss_bytes))
     for device in peak.accelerators:
         if device.allocated_bytes is not None:
-            yield f"{device.device} peak", "bytes", float(device.allocated_bytes)
+            yield _Of(f"{device.device} peak", "bytes", float(device.allocated_bytes))
+
+
+def _own_step(stages: Iterable[Stage]) -> float | None:
+    """The median processor time of the steps but each stage's first; None where it was not measured."""
+    own = [value for stage in stages for value in warm(stage.steps.cpu_seconds)]
+    return median(own) if own else None
 
 
 def _folded_seconds(run: Run, name: str, on_device: Collection[str]) -> float:

@@ -20,8 +20,9 @@ from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.reports.surfaces import surfaces
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.recipe import WhatChanged
-    from sigmascope.analysis.run_comparison import FigureComparison, RegressionCheck, WorkComparison
+    from sigmascope.analysis.run_comparison import FigureComparison, RegressionCheck
+    from sigmascope.analysis.what_changed import WhatChanged
+    from sigmascope.analysis.work_comparison import WorkComparison
     from sigmascope.records.performance import BeforeAfterDict, ComparedGenerationDict
     from sigmascope.records.run import Run
 
@@ -108,7 +109,8 @@ def compare(
     bootstrap interval where there are three runs on each side. Runs of a benchmark
     are compared case by case. For an exit code use sigmascope check.
     """
-    from sigmascope.analysis.run_comparison import compare_work, require_pairs
+    from sigmascope.analysis.run_comparison import require_pairs
+    from sigmascope.analysis.work_comparison import compare_work
 
     if not baseline:
         if len(runs) != 2:
@@ -307,8 +309,8 @@ def _check_work(
     runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
 ) -> "tuple[dict[str, _WorkCheck], dict[str, str]]":
     """Checks by the work that the runs did, and work that one side lacks."""
-    from sigmascope.analysis.recipe import what_changed
     from sigmascope.analysis.run_comparison import check_regression, require_pairs
+    from sigmascope.analysis.what_changed import what_changed
 
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     checks = {}

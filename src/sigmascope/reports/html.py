@@ -28,8 +28,9 @@ from sigmascope.analysis.breakdown import (
     run_findings,
 )
 from sigmascope.analysis.memory import peak_owners
-from sigmascope.analysis.recipe import recipe_of, what_changed
+from sigmascope.analysis.recipe import recipe_of
 from sigmascope.analysis.run_figures import known, percentile, step_seconds
+from sigmascope.analysis.what_changed import what_changed
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import PROCESS, SYSTEM, readable_curves
 from sigmascope.records.prompts import PromptPrivacy, cleaner, privacy_of, without_texts

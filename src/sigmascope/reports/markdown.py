@@ -18,7 +18,8 @@ from sigmascope.analysis.breakdown import (
     run_findings,
 )
 from sigmascope.analysis.memory import peak_owners
-from sigmascope.analysis.recipe import recipe_of, what_changed
+from sigmascope.analysis.recipe import recipe_of
+from sigmascope.analysis.what_changed import what_changed
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.recorded import Recorded

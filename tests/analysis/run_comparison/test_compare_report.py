@@ -6,7 +6,7 @@ import pytest
 from tests.analysis.run_sets import noisy_runs, run
 
 from sigmascope.analysis.generations import before_after, meets_target, performance_score
-from sigmascope.analysis.run_comparison import compare_work
+from sigmascope.analysis.work_comparison import compare_work
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.run import Run, Stage
 

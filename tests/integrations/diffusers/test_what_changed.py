@@ -9,7 +9,7 @@ from tests.families.changes import CHANGES, Change, DroppedPages, with_lora
 from tests.families.pipelines import generate, make_pipeline
 
 import sigmascope
-from sigmascope.analysis.recipe import what_changed
+from sigmascope.analysis.what_changed import what_changed
 from sigmascope.records.run import Run
 
 

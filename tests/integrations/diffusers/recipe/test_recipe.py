@@ -16,7 +16,7 @@ from tests.integrations.diffusers.marks import left_behind
 from torch import Tensor
 
 import sigmascope
-from sigmascope.analysis.recipe import what_changed
+from sigmascope.analysis.what_changed import what_changed
 from sigmascope.integrations.diffusers import pipeline_call
 from sigmascope.integrations.diffusers.arguments import other_arguments
 from sigmascope.lora.apply import attach_lora

@@ -1,0 +1,118 @@
+"""What is noise has one answer: the first sentence, the table and the check give the same one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from tests.analysis.run_sets import run
+
+from sigmascope.analysis.run_comparison import (
+    Limits,
+    check_regression,
+    compare_run_sets,
+    compare_totals,
+    is_noise,
+)
+from sigmascope.analysis.what_changed import what_changed
+from sigmascope.records.run import AcceleratorFacts, HostFacts, Run
+
+
+def runs_of(totals: Sequence[float]) -> list[Run]:
+    return [run([total / 4] * 4, other=0.0) for total in totals]
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "differs"),
+    [
+        ([1.06, 1.07, 1.08], [1.00, 1.01, 1.02], False),  # apart, but by less than 10 %
+        ([1.16, 1.17, 1.18], [1.00, 1.01, 1.02], True),
+        ([1.16, 1.17, 1.01], [1.00, 1.01, 1.02], False),  # one lies among the others
+        ([11.0], [10.0], False),
+        ([12.5], [10.0], True),
+        ([0.09], [0.03], False),  # other programs delay one run by this much
+        ([1.04, 1.05, 1.06, 1.07, 1.08], [1.00, 1.01, 1.02, 1.03, 1.035], True),
+        (
+            [1.02, 1.021, 1.022, 1.023, 1.024],
+            [1.0, 1.001, 1.002, 1.003, 1.004],
+            False,
+        ),  # sure, and of no matter
+    ],
+)
+def test_the_sentence_the_table_and_the_check_agree(
+    now: list[float], before: list[float], differs: bool
+) -> None:
+    new, old = runs_of(now), runs_of(before)
+    assert is_noise(now, before, "seconds") != differs
+    assert compare_totals(new, old).has_changed == differs
+    assert ("× as long" in what_changed(new, old).headline) == differs
+    figures, _ = compare_run_sets(new, old)
+    assert next(figure for figure in figures if figure.name == "total").has_changed == differs
+    if len(now) >= 5:
+        regressed = [figure.comparison.name for figure in check_regression(new, old).regressed]
+        assert ("total" in regressed) == differs
+
+
+def test_the_alpha_of_a_check_reaches_its_first_sentence() -> None:
+    now, before = [1.10, 1.11, 1.12, 1.13, 1.00], [1.00, 1.01, 1.02, 1.03, 1.04]  # p = 0.048, two-sided 0.095
+    assert what_changed(runs_of(now), runs_of(before)).headline == "Nothing differs beyond noise."
+    bold = what_changed(runs_of(now), runs_of(before), limits=Limits(alpha=0.2)).headline
+    assert bold.startswith("1.09 × as long: 1.02 s → 1.11 s.")
+
+
+def beside_others(seconds: float, own: float, waited: float | None, **facts: float) -> Run:
+    made = run([seconds / 4] * 4, other=0.0)
+    use = {"own_seconds": own, "waited_seconds": waited, "throttled_seconds": 0.0}
+    stages = tuple(replace(stage, facts={"processor": use}) for stage in made.stages[:1])
+    return replace(made, stages=stages, facts={"processor": use, **facts})
+
+
+def test_a_busy_machine_is_not_blamed_on_the_run() -> None:
+    """As measured: the same work, the same processor time, and 1.2 s more on the wall beside two other programs."""
+    before, now = beside_others(2.0, 3.9, 0.1), beside_others(3.2, 4.0, 1.4, others_cpu_share=0.9)
+    assert what_changed([now], [before]).headline == (
+        "The times are not comparable: the run waited for a processor for 44 % of its time (before: 5 %); other programs "
+        "ran. Its own processor time is as before, within noise: 3.90 s → 4.00 s."
+    )
+    figures, _ = compare_run_sets([now], [before])
+    assert not any(figure.has_changed for figure in figures)
+    assert {figure.name for figure in figures if not figure.is_comparable} == {
+        "total",
+        "denoising",
+        "denoising step",
+    }
+
+
+def test_more_work_beside_other_programs_is_still_seen_in_the_processor_time() -> None:
+    before, now = beside_others(2.0, 3.9, 0.1), beside_others(6.0, 7.8, 2.5, others_cpu_share=0.9)
+    assert (
+        "Its own processor time is 2.00 × as much: 3.90 s → 7.80 s." in what_changed([now], [before]).headline
+    )
+
+
+def test_a_check_beside_other_programs_is_undecided_and_says_why() -> None:
+    before = [beside_others(2.0 + index / 100, 3.9, 0.1) for index in range(6)]
+    now = [beside_others(3.2 + index / 100, 4.0 + index / 100, 1.4) for index in range(6)]
+    checked = check_regression(now, before)
+    assert checked.regressed == ()
+    [total] = [figure for figure in checked.figures if figure.comparison.name == "total"]
+    assert total.verdict == "undecided"
+    assert total.why.startswith("not comparable: the run waited for a processor for 43 % of its time")
+
+
+def test_time_that_was_waited_for_explains_a_smaller_difference_too() -> None:
+    """A fifth of its time waited is no reason to distrust the clock; but it is all of the difference."""
+    before, now = beside_others(10.0, 19.0, 0.0), beside_others(12.5, 19.0, 2.4)
+    assert "not comparable" in what_changed([now], [before]).headline
+    slower = beside_others(12.5, 24.0, 0.4)
+    assert what_changed([slower], [before]).headline.startswith("1.25 × as long")
+
+
+def test_processor_time_says_nothing_where_the_host_waits_for_an_accelerator() -> None:
+    host = HostFacts(accelerators=(AcceleratorFacts("cuda:0"),))
+    before, now = (
+        replace(beside_others(2.0, 2.0, 0.1), host=host),
+        replace(beside_others(6.0, 6.0, 3.0), host=host),
+    )
+    headline = what_changed([now], [before]).headline
+    assert "not comparable" in headline
+    assert "processor time" not in headline
