@@ -7,6 +7,7 @@ outside all stages. `headline` says what went wrong, or else which row is the lo
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Final, Literal
 
 from sigmascope import units
@@ -46,12 +47,22 @@ OWN: Final = "the watch itself"
 IMPORTING: Final = "imports"
 _HEADLINE_WASTE_SHARE: Final = 0.25
 """Share of the run's time: a finding that could save this much is the headline."""
+_LEAST_SPREAD: Final = 2.0
+"""The longest step by the median, from which it is named."""
 _LEAST_SHARE_SHOWN: Final = 0.005
 _LEAST_PLACE_SHARE: Final = 0.25
 """Share of the longest row's time: the headline names a place in the program's own code that takes this much."""
 _MOST_PLACES_OF_ROW: Final = 3
 _MOST_PACKAGES: Final = 3
 _FINDING_WITH_ROW: Final = "time.callback_takes_long"
+_TOLD_FIRST: Final = (
+    "time.waited_for_processor",
+    "series.first_steps_recur",
+    "series.slows_down",
+    "memory_leak",
+    "series.one_stands_out",
+)
+"""Findings on the run as a whole, of which the first one leads the headline."""
 _LONGEST_ERROR: Final = 800
 """Characters, where it is not shown whole."""
 _FAULTS: Final = ("critical", "error")
@@ -74,6 +85,7 @@ class TimeShare:
             explains the row. Together they are no longer than the row.
         packages: Of imports: those that took longest, with their seconds.
         is_without_imports: Of time before the first stage: whether imports have a row of their own.
+        step_seconds: Of a row of steps: each step that was timed, but for folded ones.
     """
 
     name: str
@@ -86,6 +98,7 @@ class TimeShare:
     places: tuple[HostPlace, ...] = ()
     packages: tuple[tuple[str, float], ...] = ()
     is_without_imports: bool = False
+    step_seconds: tuple[float, ...] = ()
 
     @property
     def stage(self) -> str:
@@ -186,7 +199,8 @@ def _shares_of_stage(stage: Stage, around: str, callbacks: Mapping[int, str]) ->
     )
     if len(stage.steps):
         scheduler = min(_scheduler_seconds(stage), steps)
-        yield TimeShare(name, "steps", steps - scheduler, len(stage.steps))
+        timed = tuple(known(step_seconds(stage)))
+        yield TimeShare(name, "steps", steps - scheduler, len(stage.steps), step_seconds=timed)
         yield TimeShare(name, "scheduler", scheduler, len(stage.steps))
         yield TimeShare(name, "between steps", between, len(stage.steps), callbacks.get(id(stage)))
     for child in rows:
@@ -305,6 +319,7 @@ def _summed(shares: Iterable[TimeShare]) -> Iterator[TimeShare]:
                 count=row.count + share.count,
                 callback=row.callback or share.callback,
                 in_models=_sum_of_known(row.in_models, share.in_models),
+                step_seconds=row.step_seconds + share.step_seconds,
             )
         )
     yield from rows.values()
@@ -321,7 +336,11 @@ def headline(run: Run, *, with_whole_error: bool = True) -> str:
         run: The run.
         with_whole_error: Otherwise of an error of many lines there is the first one, and how many more it has.
     """
-    first = _failure(run, with_whole_error) or _fault(run) or idle_lora(run) or _waste(run) or _longest(run)
+    first = _failure(run, with_whole_error) or _fault(run) or idle_lora(run)
+    if first is None:
+        found = {finding.id: finding.message for finding in run_findings(run)}
+        told = [found[name] for name in _TOLD_FIRST if name in found]
+        first = " ".join(filter(None, (*told[:1], _waste(run) or _longest(run))))
     return " ".join(filter(None, (first, _peak(run))))
 
 
@@ -401,7 +420,7 @@ def gain_seconds(finding: Finding) -> float:
 def _waste(run: Run) -> str | None:
     """The finding that could save most, if that is much of the time and no row shows it."""
     costly = max(
-        (finding for finding in run_findings(run) if finding.id != _FINDING_WITH_ROW),
+        (finding for finding in run_findings(run) if finding.id not in (_FINDING_WITH_ROW, *_TOLD_FIRST)),
         key=gain_seconds,
         default=None,
     )
@@ -459,7 +478,7 @@ def _what_passed(row: TimeShare) -> str:
         what = {BEFORE: loading, AFTER: "saving, and whatever else the script does"}.get(row.name)
         return f"passed {row.name}" + (f": {what}" if what else ", in the script's own code")
     if row.part == "steps":
-        return f"went into {stage}: {units.counted(row.count, 'step')} of {each}"
+        return f"went into {stage}: {units.counted(row.count, 'step')} of {_step_in_words(row)}"
     if row.part == "scheduler":
         return f"went into the scheduler, {each} in {_each_step(row)} of {stage}"
     if row.part == "between steps" and row.callback is not None:
@@ -470,6 +489,16 @@ def _what_passed(row: TimeShare) -> str:
         return f"passed in {stage}, but in none of its stages or steps"
     times = f", {row.count:,} times {each}" if row.count > 1 else ""
     return f"went into {stage}{times}{_outside_models(row)}"
+
+
+def _step_in_words(row: TimeShare) -> str:
+    """What a step took: the median, and the longest where it is far from that; never a mean that no step has."""
+    if not row.step_seconds:  # folded
+        return units.seconds(row.seconds / max(row.count, 1))
+    usual, longest = median(row.step_seconds), max(row.step_seconds)
+    if longest <= _LEAST_SPREAD * usual:
+        return units.seconds(usual)
+    return f"{units.seconds(usual)} in the median, the longest {units.seconds(longest)}"
 
 
 def _each_step(row: TimeShare) -> str:

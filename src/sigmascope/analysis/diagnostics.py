@@ -1,6 +1,6 @@
 """Findings on a record, most of them from rules: what was seen, why it matters, what to do.
 
-`diagnose` applies all rules (`RULES`) to a run; `rules_time`, `memory` and `rules_model` declare them. Three other
+`diagnose` applies all rules (`RULES`) to a run; the files of rules declare them. Three other
 functions collect what the record already holds: findings of stages' analyses, records of encodings and decodings that no
 analysis has read, and models that changed from one stage to the next.
 """
@@ -10,7 +10,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar, get_args
 
-from sigmascope.analysis import memory, rules_model, rules_time  # noqa: F401 - each declares its rules
+from sigmascope.analysis import (  # noqa: F401 - each declares its rules
+    memory,
+    processor_waits,
+    rules_model,
+    rules_series,
+    rules_time,
+)
 from sigmascope.analysis.generations import Case, cases
 from sigmascope.analysis.rules import RULES, LooksAt, Rule, Seen, rule
 from sigmascope.records.latents import RECORD_FACT, encoding_record, findings_of_record
@@ -28,6 +34,8 @@ _SUBJECTS: Final = ("component", "device", "class", "prompt")
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 MODEL_STATE = "model_state."
 """Prefix, before the model's type, of the fact with that model's state at the end of a stage."""
+_SAID_BY_SERIES: Final = {rules_series.RECUR: "time.first_step_compiles"}
+"""What a finding on the series says better than one on each of its generations."""
 _BESIDE_A_FAILURE: Final = ("time", "steps", "an idle device", "a slow device")
 """What rules are about that say nothing of a generation that failed: it is not about how fast it was."""
 EXPECTED_IN = frozenset({"model_loading", "lora_application", "model_sampling"})
@@ -94,7 +102,10 @@ def _findings_of_process(run: Run) -> list[Finding]:
             about = next((finding.evidence[name] for name in _SUBJECTS if name in finding.evidence), None)
             alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
             alike.append((finding, case.number))
-    return _advised([*map(_as_one, by_subject.values()), *_findings(run, "run")])
+    of_run = _findings(run, "run")
+    said = {_SAID_BY_SERIES.get(finding.id) for finding in of_run}
+    of_generations = [finding for finding in map(_as_one, by_subject.values()) if finding.id not in said]
+    return _advised([*of_generations, *of_run])
 
 
 def _advised(findings: list[Finding]) -> list[Finding]:

@@ -280,6 +280,10 @@ def loaded_again(run: Run) -> Iterator[Seen]:
 
 
 FEWEST_CALLS = 8
+FEWEST_EVEN: Final = 4
+_MOST_UNEVEN: Final = 1.5
+"""The most that one of a few calls may add, by what another adds."""
+_LEAST_EVEN_BYTES: Final = _MIB
 TOLERANCE_BYTES: Number = 64 * 1024
 """What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
 _RISING_SHARE_OF_CALLS: Final = 0.5
@@ -290,6 +294,7 @@ _LATER_SHARE_OF_SLOPE: Final = 0.25
 HEAP = "heap_in_use_bytes"
 """The fact of a stage that holds what malloc had given out, `{"before": …, "after": …}`."""
 HEAP_OF_PROCESS = "the process's heap"
+_THE: Final = {PROCESS: "the process"}
 _LEAK: Final = "memory_leak"
 Measure = tuple[str, list[int], list[int]]
 
@@ -297,7 +302,8 @@ Measure = tuple[str, list[int], list[int]]
 def find_leaks(run: Run) -> tuple[Finding, ...]:
     """A finding for each kind of stage that leaves more memory in use each time it runs.
 
-    Looked at are stages of one name that ran at least 8 times after warming up, and the steps inside each stage;
+    Looked at are stages of one name that ran at least 8 times after warming up, or 4 times if each adds as much, and the
+    steps inside each stage;
     of each the process and every device. The process's heap is looked at where it was noted, beside its resident set.
     """
     return tuple(RULES[_LEAK].findings(run))
@@ -329,12 +335,13 @@ def _leak(stage: str, period: str, where: str, readings: Sequence[int]) -> Seen 
         readings,
         tolerance_bytes=TOLERANCE_BYTES if where in (PROCESS, HEAP_OF_PROCESS) else 0,
         rising=_RISING_SHARE_OF_CALLS if where == PROCESS else 0.0,
+        few=period == "call",
     )
     if grown is None or not grown.is_leak:
         return None
     slope = grown.slope
     return Seen(
-        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {period}, over {units.counted(grown.calls, period)}.",
+        message=f"Memory of {_THE.get(where, where)} grows by {slope.value / 2**20:.3g} MB each {period}, over {units.counted(grown.calls, period)}.",
         evidence={
             "where": where,
             "calls": grown.calls,
@@ -375,6 +382,7 @@ def growth(
     *,
     tolerance_bytes: Number = TOLERANCE_BYTES,
     rising: float = 0.0,
+    few: bool = False,
 ) -> Growth | None:
     """Whether memory grows steadily from call to call.
 
@@ -387,13 +395,14 @@ def growth(
         tolerance_bytes: Growth by call that does not count as a leak.
         rising: The share of calls, 0 to 1, that must add something. The resident set jumps with the largest call so
             far and stays there, which other calls do not add to.
+        few: Whether 4 to 7 calls may tell too: those after the first must each add nearly the same.
 
     Returns:
-        The growth; None when fewer than 8 calls are left.
+        The growth; None when fewer than 8 calls are left, or 4 where few may tell.
     """
     calls = readings[min(_MOST_WARM_UP_CALLS, len(readings) // 4) :]
     if len(calls) < FEWEST_CALLS:
-        return None
+        return _even_growth(readings[1:], tolerance_bytes) if few and len(readings) >= FEWEST_EVEN else None
     slope = theil_sen(calls)
     later = theil_sen(calls[len(calls) // 2 :]).value
     grows = slope.lower > tolerance_bytes and later > max(
@@ -402,6 +411,14 @@ def growth(
     thinned = calls[:: math.ceil(len(calls) / MOST_READINGS)]
     steps = [after > before for before, after in pairwise(thinned)]
     return Growth(len(calls), slope, calls[-1] - calls[0], grows and sum(steps) >= rising * len(steps))
+
+
+def _even_growth(calls: Sequence[Number], tolerance_bytes: Number) -> Growth | None:
+    """The growth of a few calls, each of which added as much: what fills up adds less and less."""
+    added = [after - before for before, after in pairwise(calls)]
+    is_even = min(added) > max(tolerance_bytes, _LEAST_EVEN_BYTES) and max(added) <= _MOST_UNEVEN * min(added)
+    slope = Slope(float(median(added)), float(min(added)), float(max(added)))
+    return Growth(len(calls), slope, calls[-1] - calls[0], is_leak=True) if is_even else None
 
 
 def after_each(stages: Sequence[Stage]) -> Iterator[list[Measure]]:

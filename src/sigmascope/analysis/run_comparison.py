@@ -98,6 +98,7 @@ class FigureComparison:
         unavailable: What could not be calculated, and why; "runs": how many are left out; "wall": why the times of the
             runs are not comparable, and these are processor times where they are known.
         is_noise: Whether chance explains the difference, see `is_noise`.
+        is_noise_on_the_wall: The same of the times as the clock on the wall tells them, comparable or not.
         waited: The median share of the time that was waited for a processor, baseline first; None: not known.
     """
 
@@ -113,6 +114,7 @@ class FigureComparison:
     runs: tuple[int, int]
     unavailable: dict[str, str] = field(default_factory=dict)
     is_noise: bool = True
+    is_noise_on_the_wall: bool = True
     waited: tuple[float, float] | None = None
 
     @property
@@ -199,8 +201,8 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
     least_seconds = 0.0 if is_step else _LEAST_SECONDS_OF_FEW
     waited = (median(baseline.waited), median(new.waited)) if baseline.waited and new.waited else None
     ours, theirs, unavailable = new.values, baseline.values, {}
+    differs = not is_noise(ours, theirs, new.unit, limits=limits, least_seconds=least_seconds)
     if waited is not None:
-        differs = not is_noise(ours, theirs, new.unit, limits=limits, least_seconds=least_seconds)
         is_estimate = new.is_estimate or baseline.is_estimate
         is_much = max(waited) > _MOST_WAITED and (differs or not is_estimate)
         if is_much or (differs and _explained_by_waiting(new, baseline)):
@@ -224,6 +226,7 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
         compared,
         unavailable={**compared.unavailable, **unavailable},
         is_noise=not is_certain,
+        is_noise_on_the_wall=not differs,
         waited=waited,
     )
 

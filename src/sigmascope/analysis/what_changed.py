@@ -121,8 +121,9 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     rows = _rows(new, baseline)
     output = first_difference(new, baseline)
     is_seeded = NOT_SET not in recipe_of_runs([*new, *baseline]).get("seed", NOT_SET)
+    total = _compared_totals(new, baseline, limits)
     sentences = [
-        _time_sentence(new, baseline, rows, recipe, limits),
+        _time_sentence(total, new, baseline, rows, recipe),
         _output_sentence(output, recipe, is_seeded=is_seeded),
     ]
     text = " ".join(filter(None, sentences))
@@ -137,6 +138,8 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
+    if sentences[0] is None or not sentences[0].startswith(_NOT_COMPARABLE):
+        sentences.append(_caution(total))
     return WhatChanged(
         " ".join(filter(None, [*sentences, broken_off])),
         recipe,
@@ -182,22 +185,36 @@ def _with_seconds(share: TimeShare, seconds: float) -> TimeShare:
     return replace(share, seconds=seconds)
 
 
+def _compared_totals(new: Sequence[Run], baseline: Sequence[Run], limits: Limits) -> FigureComparison | None:
+    """What whole runs took; None where a time cannot be one."""
+    medians = [median(run.seconds for run in side) for side in (new, baseline)]
+    if not all(map(is_duration, medians)) or min(medians) <= 0:
+        return None
+    return compare_totals(new, baseline, limits=limits)
+
+
+def _caution(total: FigureComparison | None) -> str | None:
+    """That a small change could not be seen, where the runs waited for a processor."""
+    if total is None or total.is_comparable:
+        return None
+    return f"A small change of times could not be seen: {total.unavailable['wall']}."
+
+
 def _time_sentence(
+    total: FigureComparison | None,
     new: Sequence[Run],
     baseline: Sequence[Run],
     rows: Sequence[tuple[TimeShare, float]],
     recipe: Differences,
-    limits: Limits,
 ) -> str | None:
     """How the time of a run changed and why; None if it did not change beyond noise."""
+    if total is None or not rows:
+        return None
     now, before = median(run.seconds for run in new), median(run.seconds for run in baseline)
-    if not rows or not (is_duration(now) and is_duration(before)) or min(now, before) <= 0:
+    if total.is_noise and (total.is_comparable or total.is_noise_on_the_wall):
         return None
-    compared = compare_totals(new, baseline, limits=limits)
-    if not compared.is_comparable:
-        return _beside_others(compared, new, baseline)
-    if compared.is_noise:
-        return None
+    if not total.is_comparable:
+        return _beside_others(total, new, baseline)
     how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
     change = f"{how}: {units.seconds(before)} → {units.seconds(now)}."
     least, most = sorted(_predicted_ratios(rows, recipe))

@@ -1,0 +1,86 @@
+"""Where a run waited for a processor: what held it back was another program, its own threads, or a quota."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from sigmascope import units
+from sigmascope.analysis.rules import Seen, rule
+from sigmascope.analysis.run_figures import waited_seconds
+from sigmascope.plain_text import in_one_line
+from sigmascope.records.performance import ProcessorUse, others_of, processor_use_of
+from sigmascope.records.run import Run
+
+WAITED: Final = "time.waited_for_processor"
+_LEAST_SHARE: Final = 0.25
+_LEAST_SHARE_OF_RUN: Final = 0.1
+"""A stage that waited is told of if its waiting is this share of the run."""
+_LEAST_SECONDS: Final = 0.2
+_MUCH_USED_BY_OTHERS: Final = 0.1
+
+
+class _Wait(NamedTuple):
+    what: str
+    stage: str | None
+    seconds: float
+    waited: float
+    use: ProcessorUse
+
+
+def _waits(run: Run) -> Iterator[_Wait]:
+    """The run, then its stages, as far as they are known."""
+    subjects: list[tuple[str, str | None, float, Mapping[str, Any]]] = [
+        ("The run", None, run.seconds, run.facts)
+    ]
+    subjects += [(in_one_line(stage.name), stage.name, stage.seconds, stage.facts) for stage in run.walk()]
+    for what, stage, seconds, facts in subjects:
+        use = processor_use_of(facts)
+        waited = None if use is None else waited_seconds(use)
+        if use is not None and waited is not None and seconds > 0:
+            yield _Wait(what, stage, seconds, min(waited, seconds), use)
+
+
+@rule(WAITED, "warning", about="time", looks_at="run")
+def waited_for_a_processor(run: Run) -> Iterator[Seen]:
+    """A run, or a stage of it, waited for a processor for more than a quarter of its time: other programs, its own threads, or a quota."""
+    many = [
+        wait
+        for wait in _waits(run)
+        if wait.waited > _LEAST_SHARE * wait.seconds and wait.waited > _LEAST_SECONDS
+    ]
+    whole = [wait for wait in many if wait.stage is None]
+    parts = [wait for wait in many if wait.waited > _LEAST_SHARE_OF_RUN * run.seconds]
+    if not whole and not parts:
+        return
+    wait = whole[0] if whole else max(parts, key=lambda part: part.waited)
+    others = others_of(run.facts)
+    who, advice = _cause(wait, others)
+    yield Seen(
+        message=f"{wait.what} waited for a processor for {units.percent(wait.waited, wait.seconds)} of "
+        f"{units.seconds(wait.seconds)}: {who}.",
+        evidence={
+            "waited_seconds": wait.waited,
+            "seconds": wait.seconds,
+            "own_seconds": wait.use.own_seconds,
+            "throttled_seconds": wait.use.throttled_seconds,
+            "others_cpu_share": others,
+        },
+        advice=advice,
+        stage=wait.stage,
+    )
+
+
+def _cause(wait: _Wait, others: float | None) -> tuple[str, str]:
+    """What held it back, and what helps."""
+    throttled = wait.use.throttled_seconds or 0.0
+    if throttled > wait.waited / 2:
+        return (
+            f"the quota of its control group held it back for {units.seconds(throttled)}",
+            "Raise the container's limit (docker run --cpus, resources.limits.cpu), or use fewer threads (OMP_NUM_THREADS).",
+        )
+    if others is None or others > _MUCH_USED_BY_OTHERS:
+        share = "" if others is None else f", which used {100 * others:.0f} % of them"
+        return f"other programs{share}", "Its times tell of a busy machine: measure again when it is idle."
+    return (
+        "its own threads held each other back, no other program did",
+        "Use no more threads than there are processors (torch.set_num_threads, OMP_NUM_THREADS; workers of data loaders).",
+    )

@@ -1,0 +1,254 @@
+"""Rules on the generations of a run as one series: what recurs in each of them, drifts, or befalls one among many.
+
+A generation alone does not show it: first steps that are slow again and again look like a warm-up, and a step time that
+creeps up from one generation to the next looks even within each.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Final, NamedTuple
+
+from sigmascope import units
+from sigmascope.analysis.generations import Case, cases
+from sigmascope.analysis.rules import Seen, rule
+from sigmascope.analysis.run_figures import known, step_seconds, theil_sen, waited_seconds
+from sigmascope.plain_text import in_one_line
+from sigmascope.records.performance import processor_use_of
+from sigmascope.records.run import Run, Stage, stage_seconds
+
+RECUR: Final = "series.first_steps_recur"
+SLOW_DOWN: Final = "series.slows_down"
+_LEAST_FIRST_STEP_RATIO: Final = 3.0
+_LEAST_EXCESS_SECONDS: Final = 0.5
+_FEWEST_FOR_DRIFT: Final = 6
+"""Sen's bounds with a confidence of 99 % take as many."""
+_LEAST_DRIFT: Final = 0.1
+_FEWEST_FOR_OUTLIER: Final = 5
+_LEAST_OUTLIER_RATIO: Final = 2.0
+_MOST_WAITED: Final = 0.25
+_MOST_NAMED: Final = 6
+
+
+class _Generation(NamedTuple):
+    """One generation's steps, by the clock that timed them.
+
+    Attributes:
+        case: The generation.
+        stage: The stage of the steps.
+        number: From 1 on.
+        first: Seconds of the first step.
+        usual: The median of the others.
+        longest: Of the others.
+    """
+
+    case: Case
+    stage: Stage
+    number: int
+    first: float
+    usual: float
+    longest: float
+
+    @property
+    def excess(self) -> float:
+        """What the first step took beyond the others."""
+        return self.first - self.usual
+
+    @property
+    def is_slow_at_first(self) -> bool:
+        """Whether that is much."""
+        return self.first >= _LEAST_FIRST_STEP_RATIO * self.usual and self.excess >= _LEAST_EXCESS_SECONDS
+
+    def work(self) -> tuple[object, ...]:
+        """What decides how much a step works; two generations of the same have the same shapes."""
+        call = self.case.call
+        return (
+            None if self.case.pipeline is None else self.case.pipeline.class_name,
+            *(getattr(call, name) for name in _SHAPES),
+        )
+
+
+_SHAPES: Final = {
+    "height": "height",
+    "width": "width",
+    "num_frames": "number of frames",
+    "batch_size": "batch size",
+    "guidance_batches": "number of guidance batches",
+}
+"""Arguments that change the shapes of the denoiser's input, with their names in a sentence."""
+
+
+def _generations(run: Run) -> list[_Generation]:
+    """Those that have at least two timed steps after the first."""
+    found: list[_Generation] = []
+    try:
+        run_cases = [case for case in cases(run) if case.number is not None]
+    except ValueError:  # facts that somebody changed by hand
+        return []
+    for number, (_, alike) in enumerate(groupby(run_cases, key=lambda case: case.number), start=1):
+        case = next(alike)  # the outermost
+        for stage in case.with_steps()[:1]:
+            seconds = step_seconds(stage)
+            others = known(seconds[1:])
+            if seconds[0] is not None and len(others) >= 2:
+                found.append(_Generation(case, stage, number, seconds[0], median(others), max(others)))
+    return found
+
+
+@rule(RECUR, "warning", about="a series of generations", looks_at="run")
+def first_steps_recur(run: Run) -> Iterator[Seen]:
+    """The first step is slow in generation after generation: compiled again for each new size, or loaded again."""
+    generations = _generations(run)
+    slow = [generation for generation in generations if generation.is_slow_at_first]
+    if len(slow) < 2:
+        return
+    total = sum(generation.excess for generation in slow)
+    compiled = any(part.compiled for one in slow for part in one.case.components("denoiser").values())
+    new = _new_values(slow)
+    by_size = bool(new) and len({one.work() for one in slow}) == len(slow)
+    cause = (
+        f"each new {' and '.join(new)} ({'; '.join(f'{_some(values)}' for values in new.values())}) "
+        + ("is compiled again" if compiled else "costs it again")
+        if by_size
+        else "what it loads or compiles is not kept from one generation to the next"
+    )
+    least, most = min(one.first for one in slow), max(one.first for one in slow)
+    took = units.seconds(most) if least == most else f"{units.seconds(least)} to {units.seconds(most)}"
+    yield Seen(
+        message=f"The first step took {took} in {len(slow)} of {units.counted(len(generations), 'generation')}, every "
+        f"other step at most {units.seconds(max(one.longest for one in generations))}: {cause}. "
+        f"That is {units.percent(total, run.seconds)} of {units.seconds(run.seconds)}.",
+        evidence={
+            "generations": len(slow),
+            "of_generations": len(generations),
+            "first_seconds_least": least,
+            "first_seconds_most": most,
+            "median_seconds": median(one.usual for one in generations),
+            "gain_seconds": total - slow[0].excess,
+            "compiled": compiled,
+            "new": "; ".join(f"{name} {_some(values)}" for name, values in new.items()) or None,
+        },
+        advice=_advice(by_size=by_size, compiled=compiled),
+        stage=slow[0].stage.name,
+    )
+
+
+def _new_values(slow: Sequence[_Generation]) -> dict[str, list[object]]:
+    """The arguments of which the slow generations have several values, in the order in which they came."""
+    values = {
+        title: list(dict.fromkeys(getattr(one.case.call, name) for one in slow))
+        for name, title in _SHAPES.items()
+    }
+    return {title: several for title, several in values.items() if len(several) > 1 and None not in several}
+
+
+def _some(values: Sequence[object]) -> str:
+    shown = ", ".join(map(str, values[:_MOST_NAMED]))
+    return shown if len(values) <= _MOST_NAMED else f"{shown}, …"
+
+
+def _advice(*, by_size: bool, compiled: bool) -> str:
+    if by_size and compiled:
+        return (
+            "Compile once for all sizes (torch.compile(…, dynamic=True)), or keep to a few sizes and warm up each of them. "
+            "TORCH_LOGS=recompiles says which guard failed."
+        )
+    if compiled:
+        return "Something changes a guard each time: TORCH_LOGS=recompiles says which."
+    return "Look for what is loaded, moved or tuned anew in each generation; warming up once does not help."
+
+
+@rule(SLOW_DOWN, "warning", about="a series of generations", looks_at="run")
+def slows_down(run: Run) -> Iterator[Seen]:
+    """Steps take longer from generation to generation: something accumulates, or the device gets hot."""
+    by_work: dict[tuple[object, ...], list[_Generation]] = {}
+    for generation in _generations(run):
+        by_work.setdefault(generation.work(), []).append(generation)
+    for alike in by_work.values():
+        usual = [one.usual for one in alike]
+        if len(alike) < _FEWEST_FOR_DRIFT or _waited(alike) > _MOST_WAITED:
+            continue
+        slope = theil_sen(usual)
+        grown = slope.value * (len(alike) - 1)
+        if slope.lower <= 0 or grown < _LEAST_DRIFT * usual[0]:
+            continue
+        yield Seen(
+            message=f"Steps became slower from generation to generation: {units.seconds(usual[0])} in the first of "
+            f"{len(alike)}, {units.seconds(usual[-1])} in the last ({100 * (usual[-1] / usual[0] - 1):+.0f} %).",
+            evidence={
+                "generations": len(alike),
+                "first_seconds": usual[0],
+                "last_seconds": usual[-1],
+                "growth_seconds_per_generation": slope.value,
+                "gain_seconds": sum(max(one.usual - usual[0], 0.0) * len(one.stage.steps) for one in alike),
+            },
+            advice="Look for hooks, adapters or list entries that each generation adds, and for memory near its limit; then "
+            "check the device's clocks and temperature.",
+            stage=alike[0].stage.name,
+        )
+
+
+def _waited(generations: Sequence[_Generation]) -> float:
+    """The share of the later half's time that was waited for a processor; 0 where it is not known."""
+    shares = []
+    for one in generations[len(generations) // 2 :]:
+        use = processor_use_of(one.stage.facts)
+        waited = None if use is None else waited_seconds(use)
+        shares.append(0.0 if waited is None or one.stage.seconds <= 0 else waited / one.stage.seconds)
+    return median(shares)
+
+
+@rule("series.one_stands_out", "info", about="a series of generations", looks_at="run")
+def one_stands_out(run: Run) -> Iterator[Seen]:
+    """One generation among many took more than twice as long as the others, though it did the same work."""
+    by_work: dict[tuple[object, ...], list[_Generation]] = {}
+    for generation in _generations(run):
+        by_work.setdefault(generation.work(), []).append(generation)
+    for alike in by_work.values():
+        later = alike[1:]  # the first is often slow
+        seconds = [one.case.seconds for one in later]
+        if len(seconds) < _FEWEST_FOR_OUTLIER:
+            continue
+        usual = median(seconds)
+        slow = [one for one in later if one.case.seconds > _LEAST_OUTLIER_RATIO * usual]
+        if len(slow) != 1 or slow[0].case.seconds - usual < _LEAST_EXCESS_SECONDS:
+            continue
+        [odd] = slow
+        where, excess = _largest_excess(odd, [one for one in later if one is not odd])
+        yield Seen(
+            message=f"Generation {odd.number} took {units.seconds(odd.case.seconds)}, the others {units.seconds(usual)} in "
+            f"the median: {units.seconds(excess)} more in {in_one_line(where)}{_why(odd)}.",
+            evidence={
+                "generation": odd.number,
+                "seconds": odd.case.seconds,
+                "median_seconds": usual,
+                "gain_seconds": odd.case.seconds - usual,
+            },
+            advice="Look for what ran beside it: another program, a garbage collection, a page read from a disk.",
+            stage=where,
+        )
+
+
+def _largest_excess(odd: _Generation, others: Sequence[_Generation]) -> tuple[str, float]:
+    """The stage inside that took the most beyond its usual time."""
+    outermost = odd.case.stages[0]
+    names = [child.name for child in outermost.children] or [outermost.name]
+
+    def seconds_in(one: _Generation, name: str) -> float:
+        return sum(stage_seconds(stage) for stage in one.case.named(name))
+
+    excesses = {
+        name: seconds_in(odd, name) - median(seconds_in(one, name) for one in others) for name in names
+    }
+    name = max(excesses, key=lambda name: excesses[name])
+    return name, excesses[name]
+
+
+def _why(odd: _Generation) -> str:
+    use = processor_use_of(odd.case.stages[0].facts)
+    if use is None:
+        return ""
+    waited = waited_seconds(use) or 0.0
+    if waited > _MOST_WAITED * odd.case.seconds:
+        return f"; it waited {units.seconds(waited)} for a processor"
+    return f"; {use.major_faults:,} pages were read from a disk" if (use.major_faults or 0) >= 100 else ""

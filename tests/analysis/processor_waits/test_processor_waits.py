@@ -1,0 +1,57 @@
+"""A run that waited for a processor says so first, and what held it back."""
+
+from dataclasses import replace
+
+import pytest
+from tests.analysis.run_sets import run
+
+from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.records.run import Run
+
+
+def waiting(
+    *, waited: float | None, throttled: float | None = 0.0, of_stage: float = 0.0, **facts: float
+) -> Run:
+    """A run of 27.3 s that worked for 2.4 s."""
+    made = run([6.7] * 4, other=0.5)
+
+    def use(seconds: float | None) -> dict[str, object]:
+        return {"own_seconds": 2.4, "waited_seconds": seconds, "throttled_seconds": throttled}
+
+    first = replace(made.stages[0], facts={"processor": use(of_stage)})
+    facts_of_run = {"processor": use(waited), **facts}
+    made = replace(made, stages=(first, *made.stages[1:]), facts=facts_of_run)
+    return replace(made, findings=diagnose(made))
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (
+            waiting(waited=24.8, others_cpu_share=0.92),
+            "The run waited for a processor for 91 % of 27.30 s: other programs, which used 92 % of them. ",
+        ),
+        (waiting(waited=24.8), "The run waited for a processor for 91 % of 27.30 s: other programs. "),
+        (
+            waiting(waited=12.0, others_cpu_share=0.01),
+            "The run waited for a processor for 44 % of 27.30 s: its own threads held each other back, no other program did. ",
+        ),
+        (
+            waiting(waited=1.0, throttled=18.0, others_cpu_share=0.9),
+            "The run waited for a processor for 70 % of 27.30 s: the quota of its control group held it back for 18.00 s. ",
+        ),
+        (
+            waiting(waited=4.0, of_stage=9.0, others_cpu_share=0.4),
+            "denoising waited for a processor for 34 % of 26.80 s: other programs, which used 40 % of them. ",
+        ),
+    ],
+    ids=["others", "nobody knows who", "its own threads", "a quota", "a stage"],
+)
+def test_the_first_sentence_says_who_held_the_processor(made: Run, says: str) -> None:
+    assert headline(made).startswith(f"{says}98 % of 27.30 s went into denoising")
+
+
+@pytest.mark.parametrize("waited", [None, 0.0, 6.0])
+def test_a_run_that_hardly_waited_says_nothing(waited: float | None) -> None:
+    assert headline(waiting(waited=waited, throttled=None)).startswith("98 % of 27.30 s went into denoising")
