@@ -136,7 +136,17 @@ def test_the_first_output_that_differs_is_named_with_what_acts_there() -> None:
         recipe={"loras": {"unet.style": {"strength": [1.0, 1.0], "layers": 4, "active": 4}}}, means=(0.1, 0.4)
     )
     assert headline(lora, generated()).endswith("the latent of denoising on: LoRAs none → unet.style.")
-    assert headline(generated(means=(0.1, 0.4)), generated()).endswith("nothing in the recipe explains it.")
+    assert headline(generated(means=(0.1, 0.4)), generated()).endswith(
+        "nothing in the recipe explains it; what your own code does between the pipeline's stages is not looked at."
+    )
+
+
+def test_what_could_not_be_read_is_said_where_nothing_else_explains_an_output() -> None:
+    recipe = {"not_looked_at": {"control": "ControlState"}, "models": {"unet": None, "vae": "1f"}}
+    said = headline(generated(means=(0.1, 0.4), recipe=recipe), generated(recipe=recipe))
+    assert said.endswith(
+        "nothing in the recipe explains it; not looked at: control (ControlState), unet weights."
+    )
 
 
 def test_outputs_that_differ_on_one_side_alone_or_were_not_read_say_nothing() -> None:
@@ -161,7 +171,7 @@ def test_what_takes_time_alone_explains_no_output() -> None:
     before = generated(disk_read_bytes=4 << 20, others_cpu_share=0.0)
     now = generated(disk_read_bytes=400 << 20, others_cpu_share=0.6, means=(0.1, 0.4))
     assert headline(now, before).endswith(
-        "The outputs differ from the latent of denoising on: nothing in the recipe explains it. "
+        "nothing in the recipe explains it; what your own code does between the pipeline's stages is not looked at. "
         "The recipe differs: read from disk 4 MB → 400 MB."
     )
 

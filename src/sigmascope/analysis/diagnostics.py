@@ -102,7 +102,8 @@ def _findings_of_process(run: Run) -> list[Finding]:
             about = next((finding.evidence[name] for name in _SUBJECTS if name in finding.evidence), None)
             alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
             alike.append((finding, case.number))
-    of_run = _findings(run, "run")
+    broke = any(not stage.success and not _was_interrupted(stage) for stage in run.stages)
+    of_run = _findings(run, "run", but=_BESIDE_A_FAILURE if broke else ())
     said = {_SAID_BY_SERIES.get(finding.id) for finding in of_run}
     of_generations = [finding for finding in map(_as_one, by_subject.values()) if finding.id not in said]
     return _advised([*of_generations, *of_run])

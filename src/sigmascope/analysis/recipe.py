@@ -4,7 +4,9 @@ A recipe is everything that can change a run: prompts, seed, steps, size, schedu
 compiling, versions, the machine.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from math import nan
 from statistics import fmean, median
 from typing import Any, Final
@@ -31,6 +33,8 @@ from sigmascope.records.run import (
 )
 
 _NONE: Final = "none"
+_OF_SEVERAL: Final = re.compile(r"\.\d+$")
+"""The number of a prompt among several."""
 OTHERS_USED: Final = "processor used by others"
 NOT_SET: Final = "not set"
 _SWITCHES: Final = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
@@ -53,6 +57,7 @@ FAULTS: Final = "page faults from disk"
 READ: Final = "read from disk"
 COLLECTED: Final = "full garbage collections"
 _HASH_DIGITS_SHOWN: Final = 12
+_MOST_OF_SCHEDULE: Final = 4
 Differences = Mapping[str, tuple[str, str]]
 
 
@@ -179,14 +184,18 @@ def _of_case(case: Case) -> Iterator[tuple[str, object]]:
 
 def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, object]]:
     kept = prompts if isinstance(prompts, Mapping) else {}
-    for name in ("prompt", "negative_prompt"):
-        if is_known and kept and name not in kept:
-            yield name, _NONE
+    told: dict[str, list[str]] = {}
     for name, prompt in kept.items():
         if isinstance(prompt, Mapping):
             text, digest = prompt.get("text"), f"sha256 {str(prompt.get('sha256'))[:_HASH_DIGITS_SHOWN]}"
             is_hidden = text is None or text.startswith("<prompt")  # as `cleaner` leaves it
-            yield str(name), digest if is_hidden else text
+            told.setdefault(_OF_SEVERAL.sub("", str(name)), []).append(
+                digest if text is None or is_hidden else str(text)
+            )
+    for name in ("prompt", "negative_prompt"):
+        if is_known and kept and name not in told:
+            yield name, _NONE
+    yield from ((name, " | ".join(texts)) for name, texts in told.items())
 
 
 def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
@@ -207,9 +216,10 @@ def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
                         f"sha256 {str(lora['sha256'])[:_HASH_DIGITS_SHOWN]} {lora.get('file')}",
                     )
                 yield f"LoRA {name} content", lora.get("content")
-    arguments = more.get("arguments")
-    if isinstance(arguments, Mapping):
-        yield from arguments.items()
+    for part in ("arguments", "given", "surroundings"):
+        entries = more.get(part)
+        if isinstance(entries, Mapping):
+            yield from entries.items()
     states = more.get("generator_states")
     if isinstance(states, list) and states:
         yield "generator state", ", ".join(map(str, states))
@@ -223,9 +233,26 @@ def _of_stage(stage: Stage) -> Iterator[tuple[str, object]]:
         yield "scheduler", stage.facts.get("scheduler")
         for name, value in settings.items() if isinstance(settings, Mapping) else ():
             yield f"scheduler {name}", value
+        for name in ("timesteps", "sigmas"):
+            yield f"scheduler {name}", _schedule_in_words(stage.facts.get(name))
     calls = stage.facts.get("denoiser_calls")
     if isinstance(calls, Mapping) and len(stage.steps):
         yield "denoiser calls a step", round(sum(calls.values()) / len(stage.steps), 2)
+
+
+def _schedule_in_words(values: object) -> str | None:
+    """The schedule as it was used: its numbers if they are few, else its ends and a hash."""
+    if (
+        not isinstance(values, list)
+        or not values
+        or not all(isinstance(value, int | float) for value in values)
+    ):
+        return None
+    shown = [f"{value:.6g}" for value in values]
+    if len(shown) <= _MOST_OF_SCHEDULE:
+        return ", ".join(shown)
+    digest = sha256(",".join(shown).encode()).hexdigest()[:8]
+    return f"{len(shown)} from {shown[0]}, {shown[1]} to {shown[-1]} ({digest})"
 
 
 def _of_host(host: HostFacts) -> Iterator[tuple[str, object]]:
@@ -269,6 +296,23 @@ def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object
     for switch in _SWITCHES:
         value = getattr(part, switch)
         yield f"{name} {switch}", _NONE if value is None and switch == "offload" else value
+
+
+def not_looked_at(runs: Sequence[Run]) -> list[str]:
+    """What decides the output of these runs and could not be read, each once: arguments, and weights of models."""
+    found: list[str] = []
+    for run in runs:
+        for stage in run.walk():
+            more = stage.facts.get(RECIPE)
+            if isinstance(more, Mapping):
+                arguments, models = more.get("not_looked_at"), more.get("models")
+                if isinstance(arguments, Mapping):
+                    found += [f"{name} ({kind})" for name, kind in arguments.items()]
+                if isinstance(models, Mapping):
+                    found += [
+                        f"{name} weights" for name, fingerprint in models.items() if fingerprint is None
+                    ]
+    return list(dict.fromkeys(found))
 
 
 def used_by_others(runs: Sequence[Run]) -> float | None:

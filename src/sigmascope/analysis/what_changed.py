@@ -20,6 +20,7 @@ from sigmascope.analysis.recipe import (
     OTHERS_USED,
     READ,
     Differences,
+    not_looked_at,
     recipe_differences,
     recipe_of_runs,
     used_by_others,
@@ -48,16 +49,17 @@ _PIXELS: Final = ("height", "width", "num_frames")
 _PER_PICTURE: Final = ("batch_size", *_PIXELS)
 _MACHINE: Final = re.compile(
     rf"processor.*|{FAULTS}|{READ}|{COLLECTED}|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
-    r"[a-z]+:\d+( driver)?"
+    r"[a-z]+:\d+( driver)?|autocast|gradients|float32 matmul precision|TF32 .*|cuDNN .*|deterministic algorithms|oneDNN|"
+    r"SDPA kernels|default dtype|train mode|hooks on all modules|[A-Z][A-Z0-9]+_[A-Z0-9_]+"
 )
 _BELONGS_TO: Final = {
     "text_encoding": re.compile(
-        r".*prompt.*|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
+        r".*prompt.*|.*_embeds|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
     ),
     "model_sampling": re.compile(r"scheduler.*|num_inference_steps"),
     "latent_encoding": re.compile(r"vae.*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)),
     "denoising": re.compile(
-        r"scheduler.*|seed|generator state|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
+        r"scheduler.*|seed|generator state|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
         r"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|graphs compiled|"
         + "|".join(_AMOUNTS_OF_WORK)
     ),
@@ -66,7 +68,7 @@ _BELONGS_TO: Final = {
 """By stage, the entries of a recipe that act in it first."""
 
 _NO_EFFECT_ON_TIME: Final = re.compile(
-    r"seed|generator state|eta|guidance_scale|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
+    r"seed|generator state|eta|guidance_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
 )
 """Entries whose values do not change how long a run takes."""
 _LONGEST_VALUE_IN_SENTENCE: Final = 60
@@ -75,6 +77,8 @@ _MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
 """The stage that made a tensor, if it is not the stage that holds it."""
 _LOAD: Final = (OTHERS_USED, FAULTS, READ, COLLECTED)
 """Entries that may change times, but no output."""
+_MOST_UNREAD: Final = 4
+_BEYOND: Final = "what your own code does between the pipeline's stages is not looked at"
 _NOT_COMPARABLE: Final = "The times are not comparable"
 _MUCH_USED_BY_OTHERS: Final = 0.1
 
@@ -124,7 +128,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     total = _compared_totals(new, baseline, limits)
     sentences = [
         _time_sentence(total, new, baseline, rows, recipe),
-        _output_sentence(output, recipe, is_seeded=is_seeded),
+        _output_sentence(output, recipe, not_looked_at([*baseline, *new]), is_seeded=is_seeded),
     ]
     text = " ".join(filter(None, sentences))
     # Load from other programs is not a change of the run: only a time that it may explain has it.
@@ -138,7 +142,9 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
-    if sentences[0] is None or not sentences[0].startswith(_NOT_COMPARABLE):
+    if sentences[0] is not None and sentences[0].startswith(_NOT_COMPARABLE):
+        sentences = [*sentences[1:], sentences[0]]  # what can be told comes first
+    else:
         sentences.append(_caution(total))
     return WhatChanged(
         " ".join(filter(None, [*sentences, broken_off])),
@@ -324,8 +330,17 @@ def _short(value: str) -> str:
     )
 
 
-def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool) -> str | None:
-    """Which output differs first, and why; None if none differs."""
+def _output_sentence(
+    output: str | None, recipe: Differences, unread: Sequence[str], *, is_seeded: bool
+) -> str | None:
+    """Which output differs first, and why; None if none differs.
+
+    Args:
+        output: The first stage and tensor that differ.
+        recipe: What differs in the recipes.
+        unread: What could not be read of them.
+        is_seeded: Whether the calls had seeds.
+    """
     if output is None:
         return None
     stage, _, tensor = output.partition(": ")
@@ -335,8 +350,10 @@ def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool
     causes = list(dict.fromkeys(causes)) or [name for name in recipe if _MACHINE.fullmatch(name)]
     if not causes and not is_seeded and stage != "text_encoding":
         return f"The outputs differ from the {tensor} of {stage} on, as they do without a seed."
-    why = (
-        ", ".join(_in_words(name, recipe[name]) for name in causes[:3]) or "nothing in the recipe explains it"
+    why = ", ".join(
+        _in_words(name, recipe[name]) for name in causes[:3]
+    ) or "nothing in the recipe explains it" + (
+        f"; not looked at: {', '.join(unread[:_MOST_UNREAD])}" if unread else f"; {_BEYOND}"
     )
     return f"The outputs differ from the {tensor} of {stage} on: {why}."
 

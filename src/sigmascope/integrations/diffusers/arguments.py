@@ -5,11 +5,12 @@ All of it is read from what the call was given. Nothing waits for an accelerator
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
@@ -22,6 +23,7 @@ _GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
 _IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
 _CALLBACKS: Final = ("callback_on_step_end", "callback")
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+_MOST_SHOWN: Final = 8
 _SCALING: Final = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
 _EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
 
@@ -64,8 +66,10 @@ def call_facts(arguments: Mapping[str, Any]) -> CallFacts:
 def _callback(arguments: Mapping[str, Any]) -> str | None:
     """The name of the function, or of the object's class, with its file and line: "preview (generate.py:31)"."""
     callback = next((arguments[name] for name in _CALLBACKS if arguments.get(name) is not None), None)
-    if callback is None:
-        return None
+    return None if callback is None else _name_of_callable(callback)
+
+
+def _name_of_callable(callback: Any) -> str:
     while isinstance(callback, functools.partial):
         callback = callback.func
     name = str(getattr(callback, "__qualname__", type(callback).__qualname__)).rsplit("<locals>.", 1)[-1]
@@ -88,6 +92,88 @@ def other_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in others.items()
         if isinstance(value, bool | int | float) or is_choice(name, value) or pictures[name] is not None
     } | lora_scales(arguments)
+
+
+class Given(NamedTuple):
+    """What a recipe holds of arguments that are no numbers, switches or choices.
+
+    Attributes:
+        texts: By name: "none", the numbers of a list, the name of a function; none of them is a text of the call's.
+        tensors: By name: those whose content is to be hashed.
+        not_looked_at: By name, the type of what is none of these.
+    """
+
+    texts: dict[str, str]
+    tensors: dict[str, list[Tensor]]
+    not_looked_at: dict[str, str]
+
+
+def given_arguments(arguments: Mapping[str, Any]) -> Given:
+    """What `other_arguments` leaves out, but texts, which are prompts, generators, which are seeds, and callbacks."""
+    given = Given({}, {}, {})
+    known = {*other_arguments(arguments), *_CALLBACKS, *_PER_PROMPT, *_GUIDANCE, "self", "generator"}
+    known |= {field.name for field in fields(CallFacts)}
+    for name, value in arguments.items():
+        if name not in known and not _is_prompt(name, value):
+            _describe(given, name, value, depth=1)
+    return given
+
+
+def _is_prompt(name: str, value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    return (
+        "prompt" in name and isinstance(value, list | tuple) and any(isinstance(part, str) for part in value)
+    )
+
+
+def _describe(given: Given, name: str, value: object, *, depth: int) -> None:
+    if value is None:
+        given.texts[name] = "none"
+    elif isinstance(value, Tensor):
+        given.tensors[name] = [value]
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        given.texts[name] = f"{_shape(value.shape)} {value.dtype} {xxh3_64_hexdigest(value.tobytes())}"
+    elif isinstance(value, Mapping) and depth:
+        given.texts[name] = f"with {', '.join(map(str, value))}" if value else "none"
+        for key, part in value.items():
+            _describe(given, f"{name}.{key}", part, depth=depth - 1)
+    elif isinstance(value, list | tuple):
+        _describe_several(given, name, value)
+    elif isinstance(value, bool | int | float):
+        given.texts[name] = str(value)
+    elif callable(value):
+        given.texts[name] = _name_of_callable(value)
+    elif not isinstance(value, str):
+        given.not_looked_at[name] = type(value).__name__
+
+
+def _describe_several(given: Given, name: str, values: Sequence[Any]) -> None:
+    if values and all(isinstance(value, Tensor) for value in values):
+        given.tensors[name] = list(values)
+    elif all(isinstance(value, bool | int | float) for value in values):
+        shown = ", ".join(
+            f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:_MOST_SHOWN]
+        )
+        more = (
+            f", … {len(values)} numbers, {xxh3_64_hexdigest(repr(list(values)).encode())}"
+            if len(values) > _MOST_SHOWN
+            else ""
+        )
+        given.texts[name] = f"[{shown}{more}]"
+    elif not all(isinstance(value, str) for value in values):
+        given.not_looked_at[name] = f"{type(values).__name__} of {type(values[0]).__name__}"
+
+
+def shape_and_dtype(tensors: Sequence[Tensor]) -> str:
+    """Such as "1×4×64×64 float16"."""
+    return ", ".join(
+        f"{_shape(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors
+    )
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def lora_scales(arguments: Mapping[str, Any]) -> dict[str, float]:

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.integrations.diffusers.arguments import (
+    Given,
     call_facts,
+    given_arguments,
     named_arguments,
     other_arguments,
     seeds_of,
+    shape_and_dtype,
     states_of,
 )
 from sigmascope.integrations.diffusers.denoising import Denoising
@@ -32,6 +35,7 @@ from sigmascope.integrations.diffusers.recipe import (
     models_of,
     weights_states,
 )
+from sigmascope.integrations.diffusers.surroundings import surroundings_of
 from sigmascope.integrations.diffusers.watch_session import (
     STACKS,
     Observer,
@@ -46,7 +50,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.probes.model_fingerprints import told
+from sigmascope.probes.model_fingerprints import begin_combined_fingerprint, told
 from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import Reading
 from sigmascope.records.prompts import stored_prompts, texts_of_call
@@ -89,6 +93,8 @@ class CallObserver(Observer):
             call = guard.read("watch.call", lambda: call_facts(arguments))
             prompts = guard.read("watch.prompts", lambda: texts_of_call(arguments))
             states = guard.read("watch.call", lambda: states_of(arguments))
+            with one_look():
+                surroundings = guard.read("watch.recipe", lambda: surroundings_of(pipeline)) or {}
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             outside.end_denoising()
@@ -126,8 +132,9 @@ class CallObserver(Observer):
             stage.fact("call", finished or known)
             if facts is not None:
                 stage.fact("pipeline", facts)
+            drawn = {"generator_states": states} if states else {}
             why_not = FAILED if error is not None else INSIDE if call_around is not None else None
-            self._tell_recipe(stage, pipeline, arguments, states or [], why_not)
+            self._tell_recipe(stage, pipeline, arguments, {"surroundings": surroundings, **drawn}, why_not)
             self._tell_prompts(stage, prompts or {})
             seeds = seeds_of(arguments)
             if seeds:
@@ -166,7 +173,7 @@ class CallObserver(Observer):
         stage: LiveStage,
         pipeline: object,
         arguments: dict[str, Any],
-        states: list[str],
+        before: dict[str, object],
         why_not: str | None,
     ) -> None:
         """Put the recipe on the call's stage.
@@ -175,7 +182,7 @@ class CallObserver(Observer):
             stage: Of the call, which is over.
             pipeline: What was called.
             arguments: By name.
-            states: Of the generators, before the call.
+            before: What was read before the call.
             why_not: Why no weights are read; None: they are.
         """
         read = self.guard.read
@@ -184,17 +191,31 @@ class CallObserver(Observer):
             seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
             loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
             models = read("watch.recipe", lambda: models_of(pipeline, why_not, seen))
-        recipe: dict[str, object] = {"arguments": others, "threads": torch.get_num_threads()}
-        recipe |= {"generator_states": states} if states else {}
+        given = read("watch.recipe", lambda: given_arguments(arguments)) or Given({}, {}, {})
+        tensors = {
+            name: begin_combined_fingerprint({str(place): tensor for place, tensor in enumerate(held)})
+            for name, held in given.tensors.items()
+        }
+        shapes = {name: shape_and_dtype(held) for name, held in given.tensors.items()}
+        recipe: dict[str, object] = {"arguments": others, "threads": torch.get_num_threads(), **before}
+        recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
         idle = read("watch.lora", lambda: idle_lora_findings(pipeline, loras or {}, arguments))
         if idle:
             stage.fact(IDLE_LORAS, idle)
-        contents = [*(models or {}).values(), *(lora["content"] for lora in (loras or {}).values())]
+        contents = [
+            *tensors.values(),
+            *(models or {}).values(),
+            *(lora["content"] for lora in (loras or {}).values()),
+        ]
 
         def tell() -> None:
             readings = {name: _now(content) for name, content in (models or {}).items()}
             fingerprints = {name: reading.value for name, reading in readings.items()}
             known = {name: lora | _content(_now(lora["content"])) for name, lora in (loras or {}).items()}
+            told_tensors = {
+                name: f"{shapes[name]} {_now(content).value}" for name, content in tensors.items()
+            }
+            recipe["given"] = given.texts | told_tensors
             stage.fact(RECIPE, {**recipe, "models": fingerprints, "loras": None if loras is None else known})
             for name, reading in readings.items():
                 stage.account_for(f"{RECIPE}.models.{name}", reading)

@@ -1,0 +1,167 @@
+"""What decides a call's output beside its arguments and weights: switches of PyTorch, modes, hooks, patched methods.
+
+`surroundings_of` reads it before a call, by name, as short texts that two runs can be compared by. It calls nothing of the
+host's, reads no weight, and waits for no accelerator. Of the environment it reads a fixed list of names, none of which
+holds a secret.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from types import FunctionType, MethodType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from sigmascope.integrations.diffusers.recipe import models_in
+from sigmascope.probes.models import components_of
+from sigmascope.probes.module_tree import tree_of
+from sigmascope.probes.reading import attempt
+
+ENVIRONMENT: Final = (
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "DIFFUSERS_ATTN_BACKEND",
+    "DIFFUSERS_GGUF_CUDA_KERNELS", "DNNL_DEFAULT_FPMATH_MODE", "HIP_VISIBLE_DEVICES", "KMP_AFFINITY", "MIOPEN_FIND_MODE",
+    "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ENABLE_MPS_FALLBACK", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCHDYNAMO_DISABLE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_COMPILE_DISABLE",
+)  # fmt: skip
+"""Switches of the libraries that change speed or numbers."""
+_LONGEST: Final = 60
+_MOST_NAMED: Final = 4
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
+_OWN: Final = "sigmascope."
+_FREEU: Final = ("s1", "s2", "b1", "b2")
+"""What diffusers' `enable_freeu` sets on the blocks of a U-Net's way up."""
+
+
+def _autocast() -> str:
+    kinds = [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
+    return ", ".join(f"{kind} {_short(torch.get_autocast_dtype(kind))}" for kind in kinds) or "off"
+
+
+def _attention_kernels() -> str:
+    backends = torch.backends.cuda
+    names = ("flash", "mem_efficient", "math", "cudnn")
+    return " + ".join(name for name in names if getattr(backends, f"{name}_sdp_enabled", bool)()) or "none"
+
+
+_SWITCHES: Final[Mapping[str, Callable[[], object]]] = {
+    "autocast": _autocast,
+    "gradients": lambda: "inference mode" if torch.is_inference_mode_enabled() else torch.is_grad_enabled(),
+    "float32 matmul precision": torch.get_float32_matmul_precision,
+    "TF32 matmul": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "TF32 cuDNN": lambda: torch.backends.cudnn.allow_tf32,
+    "cuDNN benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cuDNN deterministic": lambda: torch.backends.cudnn.deterministic,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "oneDNN": lambda: torch.backends.mkldnn.enabled,
+    "SDPA kernels": _attention_kernels,
+    "default dtype": lambda: _short(torch.get_default_dtype()),
+}
+
+
+def surroundings_of(pipeline: object) -> dict[str, str]:
+    """What decides the output of a call of this pipeline just now, by name. Never raises; what cannot be read is left out."""
+    found: dict[str, str] = {}
+    for name, read in _SWITCHES.items():
+        reading = attempt(read)
+        if reading.reason is None:
+            found[name] = _short(reading.value)
+    found |= {name: _short(value) for name in ENVIRONMENT if (value := os.environ.get(name)) is not None}
+    models = attempt(lambda: models_in(pipeline)).value or {}
+    found["train mode"] = (
+        ", ".join(name for name, module in models.items() if module.training is True) or "none"
+    )
+    for name, module in models.items():
+        found |= attempt(lambda name=name, module=module: dict(_of_model(name, module))).value or {}  # type: ignore[misc]
+    found |= attempt(lambda: dict(_of_tokenizers(pipeline))).value or {}
+    patched = attempt(lambda: dict(_patched(pipeline)))
+    if patched.value is not None:
+        found["pipeline methods"] = _in_words(patched.value)
+    found |= attempt(lambda: dict(_of_everywhere())).value or {}
+    return found
+
+
+def _short(value: object) -> str:
+    text = str(value).removeprefix("torch.")
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _of_model(name: str, model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Hooks and methods on a model's modules that neither it nor this package put there, and FreeU."""
+    tree = tree_of(model)
+    hooks: dict[str, int] = {}
+    patched: dict[str, int] = dict(_patched(model))
+    freeu: dict[str, int] = {}
+    for own in tree.own:
+        if own.get("_forward_hooks") or own.get("_forward_pre_hooks"):
+            for holder in _HOOKS:
+                for hook in (own.get(holder) or {}).values():
+                    _count(hooks, _name_of(hook))
+        if "forward" in own and own is not vars(model):
+            _count(patched, _method("forward", own["forward"]))
+        if own.get("s1") is not None:
+            _count(freeu, ", ".join(f"{key} {own.get(key)}" for key in _FREEU))
+    for what, counts in (("hooks", hooks), ("methods", patched), ("FreeU", freeu)):
+        yield f"{name} {what}", _in_words(counts)
+
+
+def _patched(target: object) -> Iterator[tuple[str, int]]:
+    """Methods of an object's class that lie on the object itself, by what lies there."""
+    for attribute, held in list(vars(target).items()):
+        if type(held) in _CALLABLES and callable(getattr(type(target), attribute, None)):
+            method = _method(attribute, held)
+            if method is not None:
+                yield method, 1
+
+
+def _method(attribute: str, held: object) -> str | None:
+    name = _name_of(held)
+    return None if name is None else f"{attribute} by {name}"
+
+
+_CALLABLES: Final = (FunctionType, MethodType, functools.partial)
+
+
+def _count(counts: dict[str, int], name: str | None) -> None:
+    if name is not None:
+        counts[name] = counts.get(name, 0) + 1
+
+
+def _in_words(counts: Mapping[str, int]) -> str:
+    told = [f"{count} × {name}" if count > 1 else name for name, count in sorted(counts.items())]
+    return ", ".join(told[:_MOST_NAMED]) + (", …" if len(told) > _MOST_NAMED else "") if told else "none"
+
+
+def _name_of(called: Any) -> str | None:
+    """A function's qualified name, with its file and line where it is not a library's; None if it is this package's."""
+    while isinstance(called, functools.partial):
+        called = called.func
+    function = getattr(called, "__func__", called)
+    place = str(getattr(function, "__module__", None) or type(called).__module__)
+    if place.startswith(_OWN):
+        return None
+    name = str(getattr(function, "__qualname__", type(called).__qualname__))
+    code = getattr(function, "__code__", None)
+    library, _, _ = place.partition(".")
+    if code is None or library in ("torch", "diffusers", "transformers", "accelerate", "peft"):
+        return f"{library}.{name}"
+    return f"{name.rsplit('<locals>.', 1)[-1]} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def _of_tokenizers(pipeline: object) -> Iterator[tuple[str, str]]:
+    for name, part in (components_of(pipeline) or {}).items():
+        longest = getattr(part, "model_max_length", None) if "tokenizer" in str(name) else None
+        if isinstance(longest, int):
+            yield f"{name} model_max_length", str(longest)
+
+
+def _of_everywhere() -> Iterator[tuple[str, str]]:
+    """Hooks that PyTorch calls on every module."""
+    hooks: dict[str, int] = {}
+    for holder in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        for hook in getattr(torch.nn.modules.module, holder, {}).values():
+            _count(hooks, _name_of(hook))
+    yield "hooks on all modules", _in_words(hooks)

@@ -1,0 +1,226 @@
+"""What decides a call's output is in its recipe, and a comparison names it: switches, modes, hooks, arguments, schedules."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tests.families.pipelines import generate, make_pipeline
+
+import sigmascope
+from sigmascope.analysis.recipe import recipe_differences
+from sigmascope.analysis.what_changed import what_changed
+from sigmascope.integrations.diffusers import surroundings
+from sigmascope.integrations.diffusers.arguments import given_arguments
+from sigmascope.records.run import Run, Stage
+
+
+def watched(pipe: Any, **call: Any) -> Run:
+    with sigmascope.watch(pipe) as watching:
+        generate(pipe, "sd15", **call)
+    return watching.record()
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return make_pipeline("sd15")
+
+
+@pytest.fixture(scope="module")
+def before(pipe: Any) -> Run:
+    return watched(pipe)
+
+
+@contextmanager
+def precision(name: str) -> Iterator[None]:
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
+@contextmanager
+def without_one_dnn() -> Iterator[None]:
+    switch: Any = torch.backends.mkldnn  # its `flags` set what only other devices have, too
+    was, switch.enabled = switch.enabled, False
+    try:
+        yield
+    finally:
+        switch.enabled = was
+
+
+@contextmanager
+def with_hook(pipe: Any) -> Iterator[None]:
+    def brighten(_module: Any, _inputs: Any, output: Any) -> Any:
+        return output * 1.01
+
+    hook = pipe.unet.mid_block.register_forward_hook(functools.partial(brighten))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def with_free_u(pipe: Any) -> Iterator[None]:
+    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    try:
+        yield
+    finally:
+        pipe.disable_freeu()
+
+
+@contextmanager
+def patched(owner: Any, name: str) -> Iterator[None]:
+    original = getattr(owner, name)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+@contextmanager
+def training(pipe: Any) -> Iterator[None]:
+    pipe.unet.train()
+    try:
+        yield
+    finally:
+        pipe.unet.eval()
+
+
+@contextmanager
+def shorter(pipe: Any) -> Iterator[None]:
+    was, pipe.tokenizer.model_max_length = pipe.tokenizer.model_max_length, 5
+    try:
+        yield
+    finally:
+        pipe.tokenizer.model_max_length = was
+
+
+@contextmanager
+def without_flash(_pipe: Any) -> Iterator[None]:
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+class Planted(NamedTuple):
+    """A change, and by which words of a recipe it is named."""
+
+    words: str
+    around: Callable[[Any], AbstractContextManager[Any]] = lambda pipe: nullcontext()
+    call: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+LATENTS = torch.zeros(1, 4, 4, 4)
+PLANTED = {
+    "latents": Planted("latents none → 1×4×4×4 float32 ", call={"latents": LATENTS}),
+    "a scale of LoRAs": Planted(
+        "cross_attention_kwargs none → with scale", call={"cross_attention_kwargs": {"scale": 0.5}}
+    ),
+    "two prompts": Planted(
+        "prompt a red fox over the lazy dog → a cat | a dog",
+        call={"prompt": ["a cat", "a dog"], "negative_prompt": ["", ""]},
+    ),
+    "matmul precision": Planted("float32 matmul precision highest → medium", lambda pipe: precision("medium")),
+    "autocast": Planted(
+        "autocast off → cpu bfloat16", lambda pipe: torch.autocast("cpu", dtype=torch.bfloat16)
+    ),
+    "oneDNN off": Planted("oneDNN True → False", lambda pipe: without_one_dnn()),
+    "SDPA kernels": Planted(
+        "SDPA kernels flash + mem_efficient + math + cudnn → mem_efficient + math + cudnn", without_flash
+    ),
+    "a foreign hook": Planted("unet hooks none → brighten (test_surroundings.py:", with_hook),
+    "FreeU": Planted("unet FreeU none → 4 × s1 0.9, s2 0.2, b1 1.2, b2 1.4", with_free_u),
+    "a patched method": Planted(
+        "unet methods none → forward by replacement (test_surroundings.py:", lambda pipe: patched(pipe.unet, "forward")
+    ),
+    "a patched method inside": Planted(
+        "unet methods none → forward by replacement", lambda pipe: patched(pipe.unet.mid_block, "forward")
+    ),
+    "a patched method of the pipeline": Planted(
+        "pipeline methods none → encode_prompt by replacement", lambda pipe: patched(pipe, "encode_prompt")
+    ),
+    "train mode": Planted("train mode none → unet", training),
+    "a tokenizer's limit": Planted("tokenizer model_max_length 77 → 5", shorter),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_what_was_planted_is_named(pipe: Any, before: Run, planted: Planted) -> None:
+    with planted.around(pipe):
+        now = watched(pipe, **planted.call)
+    named = [f"{name} {was} → {new}" for name, (was, new) in recipe_differences([now], [before]).items()]
+    assert any(words.startswith(planted.words) for words in named), named
+    assert planted.words in what_changed([now], [before]).headline
+
+
+def test_the_schedule_as_it_is_used_is_compared(before: Run) -> None:
+    """The shift applied twice, as in diffusers issue 13243: the same settings, other sigmas."""
+
+    def with_sigmas(run: Run, sigmas: list[float]) -> Run:
+        sampling = Stage("model_sampling", 0.0, 0.01, facts={"scheduler": "Euler", "sigmas": sigmas})
+        [generation] = run.stages
+        return replace(run, stages=(replace(generation, children=(sampling, *generation.children)),))
+
+    runs = [with_sigmas(before, sigmas) for sigmas in ([1.0, 0.75, 0.00893, 0.0], [1.0, 0.5, 0.00299, 0.0])]
+    differs = recipe_differences([runs[1]], [runs[0]])
+    assert differs == {"scheduler sigmas": ("1, 0.75, 0.00893, 0", "1, 0.5, 0.00299, 0")}
+    many = [with_sigmas(before, [1.0 - index / 40 for index in range(40)]) for _ in range(2)]
+    assert recipe_differences([many[1]], [many[0]]) == {}
+
+
+def test_the_environment_s_switches_are_named_and_its_secrets_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, pipe: Any
+) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = surroundings.surroundings_of(pipe)
+    assert found["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert "hf_secret" not in str(found)
+
+
+def test_arrays_lists_functions_and_unknown_objects_among_the_arguments(pipe: Any) -> None:
+    class Odd:
+        pass
+
+    def on_end(_pipe: Any) -> None:
+        pass
+
+    given = given_arguments(
+        {
+            "sigmas": [1.0, 0.5],
+            "timesteps": list(range(20)),
+            "mask": np.zeros((2, 3), np.float32),
+            "embeds": [torch.zeros(1, 2), torch.ones(1, 2)],
+            "on_end": on_end,
+            "odd": Odd(),
+            "odds": [Odd()],
+            "lyrics": "a text of the call's",
+            "words": ["one", "two"],
+            "prompt": ["a cat", None],
+            "num_inference_steps": 4,
+        }
+    )
+    assert given.texts["sigmas"] == "[1, 0.5]"
+    assert given.texts["timesteps"].startswith("[0, 1, 2, 3, 4, 5, 6, 7, … 20 numbers, ")
+    assert given.texts["mask"].startswith("2×3 float32 ")
+    assert given.texts["on_end"].endswith(
+        "on_end (test_surroundings.py:" + given.texts["on_end"].rsplit(":")[-1]
+    )
+    assert given.tensors.keys() == {"embeds"}
+    assert given.not_looked_at == {"odd": "Odd", "odds": "list of Odd"}
+    assert not {"lyrics", "words", "prompt", "num_inference_steps"} & given.texts.keys()
