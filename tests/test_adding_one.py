@@ -99,7 +99,7 @@ def test_a_finding_is_one_file_and_one_line(house: House) -> None:
             if len(case.stages) % 2:
                 yield Seen("The stages are odd.", {"stages": len(case.stages)}, "Add a stage.")
         '''
-    line = ("memory, rules_model", "memory, rules_odd, rules_model")
+    line = ("    memory,\n", "    memory,\n    rules_odd,\n")
     house.add("analysis/rules_odd.py", rule, registry="analysis/diagnostics.py", line=line)
     assert (house.new_files(), house.lines_elsewhere()) == (["analysis/rules_odd.py"], 1)
 

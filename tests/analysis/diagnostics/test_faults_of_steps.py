@@ -58,7 +58,8 @@ def test_steps_that_are_not_even(
     hook = pipe.unet.register_forward_pre_hook(lambda _, args: fault(gpu, next(calls), args[0]))
     findings = found(watched(pipe, gpu, {"num_inference_steps": steps}))
     hook.remove()
-    assert {name for name in findings if name.startswith("time.")} == {rule}
+    beside_others = "time.waited_for_processor"  # of the machine that this runs on
+    assert {name for name in findings if name.startswith("time.") and name != beside_others} == {rule}
     assert findings[rule].evidence.items() >= told.items()
 
 
