@@ -28,6 +28,7 @@ _PERCENTILES: Final = (50, 90, 99)
 _NOISY: Final = 0.05
 _DRIFT: Final = 0.05
 _BUSY: Final = 0.1
+_ALL_IN_USE: Final = 0.9
 _FEWEST_FOR_DRIFT: Final = 6
 
 
@@ -123,8 +124,19 @@ def _of_processor(
     waits = [None if use is None else waited_seconds(use) for use in uses]
     has_device = run.host is not None and bool(run.host.accelerators)
     is_known = None not in waits and seconds > 0
-    share = min(sum(known(waits)) / seconds, 1.0) if is_known else others_of(run.facts)
+    others = others_of(run.facts)
+    share = min(sum(known(waits)) / seconds, 1.0) if is_known else others
+    if share is not None and others is not None and _is_crowded(run, others):
+        share = max(share, others)
     return None if None in own or has_device else sum(known(own)), share, not is_known
+
+
+def _is_crowded(run: Run, others: float) -> bool:
+    """Whether other programs and this one together had all the processors, so that each got fewer than it could use."""
+    use, host = processor_use_of(run.facts), run.host
+    if use is None or host is None or not host.cpu_count_logical or run.seconds <= 0:
+        return False
+    return others > _BUSY and others + use.own_seconds / run.seconds / host.cpu_count_logical > _ALL_IN_USE
 
 
 def waited_seconds(use: ProcessorUse) -> float | None:

@@ -79,6 +79,7 @@ _LOAD: Final = (OTHERS_USED, FAULTS, READ, COLLECTED)
 """Entries that may change times, but no output."""
 _MOST_UNREAD: Final = 4
 _BEYOND: Final = "what your own code does between the pipeline's stages is not looked at"
+_MOST_CHANGE_OF_OWN: Final = 0.1
 _NOT_COMPARABLE: Final = "The times are not comparable"
 _MUCH_USED_BY_OTHERS: Final = 0.1
 
@@ -250,10 +251,9 @@ def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Seq
     if compared.ratio is None or not (total_of(new).own and total_of(baseline).own):
         return text
     change = f"{units.seconds(compared.baseline)} → {units.seconds(compared.new)}"
-    if compared.is_noise:
-        return f"{text} Its own processor time is as before, within noise: {change}."
-    times = f"{compared.ratio:.2f} × as much" if compared.ratio > 1 else f"{1 / compared.ratio:.2f} × less"
-    return f"{text} Its own processor time is {times}: {change}."
+    if abs(compared.ratio - 1) <= _MOST_CHANGE_OF_OWN:
+        return f"{text} Its own processor time is as before: {change}."
+    return f"{text} Its own processor time was {change}, which other programs can change, too."
 
 
 def _predicted_ratios(rows: Sequence[tuple[TimeShare, float]], recipe: Differences) -> tuple[float, float]:

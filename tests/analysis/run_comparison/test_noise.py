@@ -71,7 +71,7 @@ def test_a_busy_machine_is_not_blamed_on_the_run() -> None:
     before, now = beside_others(2.0, 3.9, 0.1), beside_others(3.2, 4.0, 1.4, others_cpu_share=0.9)
     assert what_changed([now], [before]).headline == (
         "The times are not comparable: the run waited for a processor for 44 % of its time (before: 5 %); other programs "
-        "ran. Its own processor time is as before, within noise: 3.90 s → 4.00 s."
+        "ran. Its own processor time is as before: 3.90 s → 4.00 s."
     )
     figures, _ = compare_run_sets([now], [before])
     assert not any(figure.has_changed for figure in figures)
@@ -87,6 +87,19 @@ def test_more_work_beside_other_programs_is_still_seen_in_the_processor_time() -
     assert (
         "Its own processor time is 2.00 × as much: 3.90 s → 7.80 s." in what_changed([now], [before]).headline
     )
+
+
+def test_processors_that_all_are_in_use_make_times_not_comparable_though_the_own_thread_hardly_waited() -> (
+    None
+):
+    """As measured with two threads of OpenMP beside one program: the threads wait for each other, and spin."""
+    host = HostFacts(cpu_count_logical=2)
+    before = replace(beside_others(1.4, 2.7, 0.0, others_cpu_share=0.0), host=host)
+    now = replace(beside_others(3.3, 4.4, 0.1, others_cpu_share=0.33), host=host)
+    assert "not comparable" in what_changed([now], [before]).headline
+    many = replace(host, cpu_count_logical=64)
+    on_many = [replace(side, host=many) for side in (before, now)]
+    assert what_changed(on_many[1:], on_many[:1]).headline.startswith("2.36 × as long")
 
 
 def test_a_check_beside_other_programs_is_undecided_and_says_why() -> None:
