@@ -84,14 +84,12 @@ def test_a_busy_machine_is_not_blamed_on_the_run() -> None:
 
 def test_more_work_beside_other_programs_is_still_seen_in_the_processor_time() -> None:
     before, now = beside_others(2.0, 3.9, 0.1), beside_others(6.0, 7.8, 2.5, others_cpu_share=0.9)
-    assert (
-        "Its own processor time is 2.00 × as much: 3.90 s → 7.80 s." in what_changed([now], [before]).headline
+    assert what_changed([now], [before]).headline.endswith(
+        "Its own processor time was 3.90 s → 7.80 s, which other programs can change, too."
     )
 
 
-def test_processors_that_all_are_in_use_make_times_not_comparable_though_the_own_thread_hardly_waited() -> (
-    None
-):
+def test_processors_that_are_all_in_use_make_times_not_comparable() -> None:
     """As measured with two threads of OpenMP beside one program: the threads wait for each other, and spin."""
     host = HostFacts(cpu_count_logical=2)
     before = replace(beside_others(1.4, 2.7, 0.0, others_cpu_share=0.0), host=host)
