@@ -93,8 +93,6 @@ class CallObserver(Observer):
             call = guard.read("watch.call", lambda: call_facts(arguments))
             prompts = guard.read("watch.prompts", lambda: texts_of_call(arguments))
             states = guard.read("watch.call", lambda: states_of(arguments))
-            with one_look():
-                surroundings = guard.read("watch.recipe", lambda: surroundings_of(pipeline)) or {}
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             outside.end_denoising()
@@ -132,9 +130,8 @@ class CallObserver(Observer):
             stage.fact("call", finished or known)
             if facts is not None:
                 stage.fact("pipeline", facts)
-            drawn = {"generator_states": states} if states else {}
             why_not = FAILED if error is not None else INSIDE if call_around is not None else None
-            self._tell_recipe(stage, pipeline, arguments, {"surroundings": surroundings, **drawn}, why_not)
+            self._tell_recipe(stage, pipeline, arguments, states or [], why_not)
             self._tell_prompts(stage, prompts or {})
             seeds = seeds_of(arguments)
             if seeds:
@@ -173,7 +170,7 @@ class CallObserver(Observer):
         stage: LiveStage,
         pipeline: object,
         arguments: dict[str, Any],
-        before: dict[str, object],
+        states: list[str],
         why_not: str | None,
     ) -> None:
         """Put the recipe on the call's stage.
@@ -182,7 +179,7 @@ class CallObserver(Observer):
             stage: Of the call, which is over.
             pipeline: What was called.
             arguments: By name.
-            before: What was read before the call.
+            states: Of the generators, before the call.
             why_not: Why no weights are read; None: they are.
         """
         read = self.guard.read
@@ -191,13 +188,19 @@ class CallObserver(Observer):
             seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
             loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
             models = read("watch.recipe", lambda: models_of(pipeline, why_not, seen))
+            surroundings = read("watch.recipe", lambda: surroundings_of(pipeline))
         given = read("watch.recipe", lambda: given_arguments(arguments)) or Given({}, {}, {})
         tensors = {
             name: begin_combined_fingerprint({str(place): tensor for place, tensor in enumerate(held)})
             for name, held in given.tensors.items()
         }
         shapes = {name: shape_and_dtype(held) for name, held in given.tensors.items()}
-        recipe: dict[str, object] = {"arguments": others, "threads": torch.get_num_threads(), **before}
+        recipe: dict[str, object] = {
+            "arguments": others,
+            "threads": torch.get_num_threads(),
+            "surroundings": surroundings,
+        }
+        recipe |= {"generator_states": states} if states else {}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
         idle = read("watch.lora", lambda: idle_lora_findings(pipeline, loras or {}, arguments))
         if idle:
