@@ -1,8 +1,9 @@
 """The weight that a layer computes with, by its host's own functions, which are asked and not imitated.
 
 ComfyUI's are those around a stored weight (`{name}_function`, `{name}_lowvram_function`), `convert_{name}` of scaled
-weights, `get_weight` of ComfyUI-GGUF's layers, and an adapter's `h` and `g` for a bypass. PEFT's is `get_delta_weight`. A
-quantised weight is dequantised by its own class, or by the library that it is from.
+weights, `get_weight` of ComfyUI-GGUF's layers, and an adapter's `h` and `g` for a bypass. PEFT's are `get_delta_weight`, the
+norms of a DoRA and the rotations of an OFT. A quantised weight is dequantised by its own class, or by the library that it is
+from.
 
 Nothing of the host changes: its functions are given copies, since ComfyUI's write into what they are given, and none that
 is not known is called.
@@ -10,10 +11,12 @@ is not known is called.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sigmascope.probes.comfyui_patcher import bypassed, is_comfyui, owner_of, patcher_of
 from sigmascope.probes.copies import copy_to_device
@@ -22,8 +25,8 @@ from sigmascope.probes.peft import adapter_states, adapters_of, bare, changes_of
 from sigmascope.probes.reading import Reading, attempt, attribute, mapping, sequence
 from sigmascope.probes.tensors import why_unreadable
 
-_ADDED: Final = frozenset({"lora", "loha", "lokr"})
-"""Kinds whose `get_delta_weight` in PEFT is what is added to the weight."""
+_MOST_BYTES_OF_UNITS: Final = 64 << 20
+"""Of the unit vectors that a bypass is asked about: a convolution of 3 × 3 has them for up to 455 channels."""
 _NOT_OURS_TO_CALL: Final = "only the host knows what it does"
 
 
@@ -85,25 +88,82 @@ def _in_module(model: object, key: str) -> Reading[UsedWeight]:
     if why is not None:
         return Reading(None, why)
     stored = used = _numbers(base, name, weight)
+    around = []
     while (inner := wrapped(layer)) is not None:
-        for sign, adapter in _running(layer):
-            kinds = {change.kind for change in changes_of(layer, adapter) if change.parameter == name}
-            if not kinds:
-                continue
-            if not kinds <= _ADDED:
-                return Reading(None, f"PEFT forms no weight of a {min(kinds)} change of {name}")
-            used = used + sign * layer.get_delta_weight(adapter).reshape(used.shape)
+        around.append(layer)
         layer = inner
+    for layer in reversed(around):  # the innermost acts first
+        for sign, adapter, kind in _running(layer, name):
+            form = _FORMS.get((kind, sign))
+            if form is None:
+                return Reading(None, f"PEFT forms no weight of this kind of change of {name}: {kind}")
+            used = form(layer, adapter, used, stored)
     return Reading(UsedWeight(used, stored, used is not stored))
 
 
-def _running(layer: Any) -> Iterator[tuple[float, str]]:
-    """The adapters that the next forward pass adds to what is stored, or takes out of it."""
+def _running(layer: Any, name: str) -> Iterator[tuple[int, str, str]]:
+    """What the next forward pass makes of the parameter (1), or takes out of it (-1): adapters, and their kinds."""
     states = adapter_states(layer)
-    if states.merged:
-        yield from ((-1.0, adapter) for adapter in states.merged if states.disabled)
-    elif not states.disabled:
-        yield from ((1.0, adapter) for adapter in states.active if adapter in adapters_of(layer))
+    running = [adapter for adapter in states.active if adapter in adapters_of(layer)]
+    sign, adapters = (-1, states.merged) if states.merged else (1, running)
+    if states.disabled is not bool(states.merged):
+        return
+    found = [
+        (sign, adapter, change.kind)
+        for adapter in adapters
+        for change in changes_of(layer, adapter)
+        if change.parameter == name
+    ]
+    rotations = [one for one in found if one[2] == "oft"]  # of the input: the last acts on the weight first
+    yield from (one for one in found if one[2] != "oft")
+    yield from reversed(rotations)
+
+
+def _added(layer: Any, adapter: str, used: Tensor, _stored: Tensor) -> Tensor:
+    changed: Tensor = used + layer.get_delta_weight(adapter).reshape(used.shape)
+    return changed
+
+
+def _taken_out(layer: Any, adapter: str, used: Tensor, _stored: Tensor) -> Tensor:
+    changed: Tensor = used - layer.get_delta_weight(adapter).reshape(used.shape)
+    return changed
+
+
+def _rescaled(layer: Any, adapter: str, used: Tensor, stored: Tensor) -> Tensor:
+    """A DoRA's: the sum, with its own magnitudes in place of those of W + ΔW (arXiv:2402.09353, equation 5)."""
+    magnitude = copy(layer.lora_magnitude_vector[adapter])
+    vars(magnitude)["_dora_cache"] = {}  # it empties its cache
+    is_transposed = magnitude.fan_in_fan_out is True
+    delta = layer.get_delta_weight(adapter).reshape(used.shape)
+    norm = magnitude.get_weight_norm(stored, delta.mT if is_transposed else delta, scaling=1)
+    across = (1, -1) if is_transposed else (-1, *[1] * (used.ndim - 1))
+    scaled: Tensor = (magnitude.weight / norm).reshape(across) * (used + delta)
+    return scaled
+
+
+def _rotated(layer: Any, adapter: str, used: Tensor, _stored: Tensor) -> Tensor:
+    """An OFT's: its input is rotated, x·R·Wᵀ.
+
+    Raises:
+        LookupError: Of a larger convolution PEFT rotates overlapping windows, which no weight does.
+    """
+    if prod(used.shape[2:]) != 1:
+        raise LookupError("PEFT's rotation of a convolution's windows is no change of its weight")
+    rotation = copy(layer.oft_R[adapter])  # it may write into its weight
+    vars(rotation)["_parameters"] = {
+        "weight": nn.Parameter(rotation.weight.detach().to(torch.float32, copy=True))
+    }
+    matrix: Tensor = rotation.get_weight()
+    return (used.flatten(1).to(torch.float32) @ matrix.T).reshape(used.shape)
+
+
+_FORMS: Final[Mapping[tuple[str, int], Callable[[Any, str, Tensor, Tensor], Tensor]]] = {
+    **dict.fromkeys((("lora", 1), ("loha", 1), ("lokr", 1)), _added),
+    **dict.fromkeys((("lora", -1), ("loha", -1), ("lokr", -1)), _taken_out),
+    ("dora", 1): _rescaled,
+    ("oft", 1): _rotated,
+}
+"""What an adapter of a kind makes of a weight, by the layer, its name, the weight so far, and the stored one."""
 
 
 def _in_comfyui(patcher: Any, key: str, beside: Sequence[Any]) -> Reading[UsedWeight]:
@@ -157,18 +217,24 @@ def _bypasses(patcher: object) -> _Bypasses:
 
 
 def _beside(adapter: Any, weight: Tensor) -> Tensor:
-    """What a layer and a bypass make together of the unit vectors: Wᵀ + h(1), then g.
+    """What a layer and a bypass make together of the unit vectors: Wᵀ + h(1), then g. A convolution's are single windows.
 
     Raises:
         LookupError: The bypass is of another form.
     """
-    if weight.ndim != 2 or "bypass_forward" in vars(type(adapter)):
+    options = attribute(adapter, "kw_dict") or {}
+    if weight.ndim < 2 or "bypass_forward" in vars(type(adapter)) or options.get("groups", 1) != 1:
         raise LookupError(f"a bypass of a {type(adapter).__name__} on this layer forms no weight")
+    inputs, ones = prod(weight.shape[1:]), [1] * (weight.ndim - 2)
+    if 4 * inputs**2 > _MOST_BYTES_OF_UNITS:
+        raise LookupError(f"a bypass is not asked about {inputs} inputs of each output")
+    alone = copy(adapter)
+    alone.kw_dict = {}  # of a convolution: no padding and no stride
     device = next(part.device for part in sequence(adapter.weights) if isinstance(part, Tensor))
-    output = copy_to_device(weight, device).to(torch.float32).T
-    units = torch.eye(weight.shape[1], device=device)
-    made: Tensor = adapter.g(output + adapter.h(units, output))
-    return made.T
+    output = copy_to_device(weight, device).to(torch.float32).flatten(1).T.reshape(inputs, -1, *ones)
+    units = torch.eye(inputs, device=device).reshape(inputs, *weight.shape[1:])
+    made: Tensor = alone.g(output + alone.h(units, output))
+    return made.reshape(inputs, -1).T.reshape(weight.shape)
 
 
 def _unpacked(module: Any, weight: Tensor) -> Tensor:

@@ -315,7 +315,8 @@ class Arriving(ShareAndNoise):
 class WeightCheck(TypedDict):
     """One layer: the change of the weight that it really uses, beside the predicted one.
 
-    `result` is `confirmed`, `contradicted`, or `unavailable` with the reason. `difference_norm` is the norm of the used
+    `result` is `confirmed`, `contradicted`, `measured` where nothing predicts the change (an OFT of PEFT), or `unavailable`
+    with the reason. `difference_norm` is the norm of the used
     weight less the predicted one, and `elements` how many were compared: all, or a thousand.
     """
 

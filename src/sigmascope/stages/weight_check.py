@@ -52,6 +52,7 @@ _ROUNDING_OF_CODES: Final = 0.25
 """‖ΔW‖/‖W‖ of storing a weight in 8 or 4 bits again."""
 _LEAST_SHARE: Final = 0.5
 """Of a change below the rounding, so much must have arrived."""
+_NOT_PREDICTED: Final = "what the change does is not known without the weight"
 _NAMES: Final = ("change", "predicted", "difference", "weight", "now")
 
 Checks = Mapping[str, WeightCheck]
@@ -72,11 +73,12 @@ class _Coarse(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """A layer while its numbers are on their way: how many elements of how many are compared."""
+    """A layer while its numbers are on their way: how many elements of how many are compared, and with what, if anything."""
 
     stored: _Coarse
     elements: int
     of: int
+    is_predicted: bool = True
 
 
 def begin_checks(looks: BeforeAndAfter, verdicts: Verdicts) -> Pending[Checks]:
@@ -193,16 +195,20 @@ class _Layer:
             return Reading(None, "no change explains what became of what is stored")
         beside = [side if unmerged else beside_content(side) for side in (self.now, self.before)]
         acting, acted = (sort_patches(patches).acting for patches in beside)
-        unread = next((patch for patch in (*acting, *acted) if not patch.tensors), None)
-        if unread is not None:
-            return Reading(None, next(iter(unread.unavailable.values()), "a change of it is not read"))
+        unread = [patch for patch in (*acting, *acted) if not patch.tensors]
+        is_predicted = not unread
+        if unread and (set(map(id, unread)) & set(map(id, acted)) or changed or unmerged):
+            return Reading(None, next(iter(unread[0].unavailable.values()), "a change of it is not read"))
+        if unread:  # only the weight tells what they do
+            acting, inside = (), ()
         used = weight.used.detach()
         shape, device = tuple(used.shape), used.device
         coarse = _Coarse.of(self.looks.held.base[self.key], bool(unmerged or inside))
         whole = None if changed else copy_to_device(original, device)
         sums = [_Sum(patches, shape, device, whole) for patches in ((*inside, *acting), acted)]
         if whole is not None:
-            return Reading((_Compared(coarse, used.numel(), used.numel()), _of_whole(used, whole, *sums)))
+            compared = _Compared(coarse, used.numel(), used.numel(), is_predicted)
+            return Reading((compared, _of_whole(used, whole, *sums)))
         if not samples[self.key].is_floating_point():
             return Reading(None, "the weight before is gone, and its samples are codes")
         numbers = _of_elements(used, samples[self.key], *sums)
@@ -304,23 +310,26 @@ def _check(compared: _Compared, squares: Sequence[float]) -> WeightCheck:
         name: sqrt(square * share) if square >= 0 else square
         for name, square in zip(_NAMES, squares, strict=True)
     }
-    result, why = _result(compared.stored, norms)
+    result, why = _result(compared.stored, norms, compared.is_predicted)
+    is_compared = why is None and compared.is_predicted
     return as_dict(
         WeightCheck,
-        why=why,
+        why=why or _NOT_PREDICTED,
         result=result,
-        predicted_norm=norms["predicted"] if why is None else None,
+        predicted_norm=norms["predicted"] if is_compared else None,
         used_norm=norms["change"] if why is None else None,
-        difference_norm=norms["difference"] if why is None else None,
+        difference_norm=norms["difference"] if is_compared else None,
         weight_norm=norms["weight"],
         elements=compared.elements,
     )
 
 
-def _result(stored: _Coarse, norms: Mapping[str, float]) -> tuple[str, str | None]:
+def _result(stored: _Coarse, norms: Mapping[str, float], is_predicted: bool) -> tuple[str, str | None]:
     change, predicted, difference, weight, now = (norms[name] for name in _NAMES)
     if not all(map(isfinite, norms.values())):
         return "unavailable", "it holds NaN or Inf"
+    if not is_predicted:
+        return "measured", None
     rounded = stored.rounding * weight
     allowed = _WITHIN * max(predicted, change) + _HALF_PRECISION * now + rounded
     if difference > allowed:
@@ -343,7 +352,8 @@ def follow_weights(verdicts: Verdicts, checks: Checks) -> dict[str, WeightVerdic
         verdict = followed.get(key)
         is_told = verdict is not None and verdict.effect.delta_norm is not None
         is_against = check["result"] == "contradicted" and not _is_measured(verdict)
-        if is_against or (check["result"] == "confirmed" and verdict is not None and not is_told):
+        is_answer = check["result"] in ("confirmed", "measured")
+        if is_against or (is_answer and verdict is not None and not is_told):
             followed[key] = _by_use(verdict, check)
         elif verdict is not None and verdict.effect.weight_norm is None and check["weight_norm"]:
             followed[key] = _with_effect(verdict, with_norm(verdict.effect, check["weight_norm"]))
@@ -363,6 +373,8 @@ def _is_measured(verdict: WeightVerdict | None) -> bool:
 
 def _acts(check: WeightCheck) -> bool:
     used, predicted = check["used_norm"], check["predicted_norm"]
+    if check["result"] == "measured":
+        return (used or 0.0) > rounding(torch.float32) * (check["weight_norm"] or 0.0)
     return used is not None and predicted is not None and used > _WITHIN * predicted
 
 

@@ -204,3 +204,42 @@ def test_a_function_that_forgets_the_scale_of_a_layer_contradicts(
     assert check["result"] == "contradicted"
     assert check["used_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
     assert check["used_norm"] == pytest.approx(0.08 * NORM, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_a_bypass_of_a_convolution_is_asked_for_a_window(comfy: Checkout, kind: str) -> None:
+    if not (comfy.folder / "comfy" / "weight_adapter" / "bypass.py").is_file():
+        pytest.skip("this version has no bypass")
+    model: Any = nn.Module()
+    model.matrix = comfy.ops.manual_cast.Conv2d(8, 12, 3, padding=1, stride=2, dtype=torch.float32)
+    for name, parameter in model.matrix.named_parameters():
+        parameter.data = random(*parameter.shape, seed=len(name))
+    patcher = comfy.model_patcher.ModelPatcher(model, CPU, CPU)
+    factors = {
+        "lora": {
+            "lora_up.weight": random(12, 4, 1, 1, seed=1),
+            "lora_down.weight": random(4, 8, 3, 3, seed=2),
+        },
+        "lokr": {"lokr_w1": random(3, 2, seed=1), "lokr_w2": random(4, 4, 3, 3, seed=2)},
+    }[kind]
+    changes = comfy.lora.load_lora(
+        {f"matrix.{name}": held for name, held in factors.items()}, {"matrix": KEY}
+    )
+    baseline = capture_lora_baseline(patcher, None)
+    manager = comfy.module("comfy.weight_adapter").BypassInjectionManager()
+    manager.add_adapter(KEY, changes[KEY], strength=0.5)
+    units = torch.zeros(72, 8, 3, 3).flatten(1).fill_diagonal_(1.0).reshape(72, 8, 3, 3)
+    with torch.no_grad():
+        before = model.matrix(units)[:, :, 1, 1]  # stride 2: the window that begins in the middle
+        patcher.set_injections("bypass_lora", manager.create_injections(patcher.model))
+        patcher.inject_model()
+        seen = model.matrix(units)[:, :, 1, 1] - before
+    check = checked(analysis(baseline, patcher))
+    patcher.eject_model()
+    whole = {
+        "lora": lambda: factors["lora_up.weight"].flatten(1) @ factors["lora_down.weight"].flatten(1),
+        "lokr": lambda: torch.kron(factors["lokr_w1"][:, :, None, None], factors["lokr_w2"]),
+    }[kind]()
+    assert check["result"] == "confirmed"
+    assert check["used_norm"] == pytest.approx(float((0.5 * whole.double()).norm()), rel=1e-3)
+    assert float(seen.norm()) > 0.0
