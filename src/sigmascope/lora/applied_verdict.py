@@ -24,6 +24,8 @@ from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.reader import OpaqueChange, open_any_kind
 from sigmascope.lora.verdict import (
     ABSENCES,
+    is_opposed,
+    opposed_finding,
     unreadable,
     verdict_finding,
 )
@@ -64,6 +66,7 @@ class AppliedModule:
         state_reason: The reason for the first patch's state.
         strength: The factor on the file's ΔW, summed over all patches of one weight; None if the module was not found
             or is not a plain change.
+        strengths: Those of the patches of that weight.
         sources: The adapters that hold it, if the host names them.
         detail: Why it was not found; None if it was.
     """
@@ -74,6 +77,7 @@ class AppliedModule:
     states: tuple[PatchState, ...] = ()
     state_reason: str = ""
     strength: float | None = None
+    strengths: tuple[float, ...] = ()
     sources: tuple[str, ...] = ()
     detail: str | None = None
 
@@ -95,7 +99,7 @@ class AppliedModule:
 
     def as_dict(self) -> dict[str, Any]:
         """The module as JSON values."""
-        listed = {name: list(getattr(self, name)) for name in ("keys", "states", "sources")}
+        listed = {name: list(getattr(self, name)) for name in ("keys", "states", "strengths", "sources")}
         return asdict(self) | listed | {"is_there": self.is_there, "acts": self.acts}
 
 
@@ -282,6 +286,7 @@ def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> Appli
         states=tuple(dict.fromkeys(patch.state for _, patch, _ in same)),
         state_reason=same[0][1].state_reason,
         strength=sum(known) if len(known) == len(strengths) else None,
+        strengths=tuple(known) if len(known) == len(strengths) else (),
         sources=tuple(dict.fromkeys(patch.source for _, patch, _ in same if patch.source is not None)),
     )
 
@@ -454,13 +459,21 @@ def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
 def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
     several = [module for module in modules if module.times > 1]
     cancelled = [module for module in several if module.cancels]
-    twice = [module for module in several if not module.cancels]
+    opposed = [module for module in several if not module.cancels and is_opposed(module.strengths)]
+    twice = [module for module in several if module not in cancelled and module not in opposed]
     if cancelled:
         yield verdict_finding(
             "lora_cancelled",
             {"modules": len(cancelled), "strength": 0.0},
             holders=f"{len(cancelled)} of the file's {counted(len(modules), 'module')}",
             weights=_named(cancelled),
+        )
+    if opposed:
+        yield opposed_finding(
+            opposed[0].strengths,
+            {"modules": len(opposed)},
+            f"{len(opposed)} of the file's {counted(len(modules), 'module')}",
+            _named(opposed),
         )
     if twice:
         yield Finding(

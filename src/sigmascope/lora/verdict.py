@@ -9,6 +9,7 @@ ComfyUI 0.3 to 0.18 do with a file that is correct in itself.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import fsum
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from sigmascope.errors import SigmascopeError
@@ -139,6 +140,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing: all its changes are zero, in {modules}.",
         "Train it further or make it again: untrained factors are zero.",
     ),
+    "lora_untrained": VerdictRow(
+        "info",
+        "The new adapter changes nothing yet: B is zero in {modules}, as before training.",
+        "Train it, or load its weights.",
+    ),
     "lora_alpha_zero": VerdictRow(
         "warning",
         "The LoRA changes nothing: alpha 0 scales its factors to zero, in {modules}.",
@@ -176,6 +182,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "warning",
         "{holders}: the same changes cancel each other on {weights}, since their strengths sum to 0.",
         "Remove one of them, or change a strength.",
+    ),
+    "lora_opposed": VerdictRow(
+        "warning",
+        "{holders}: the same changes work against each other on {weights}: strengths {strengths} leave {left}.",
+        "Load the file once, with the strength that you want.",
     ),
     "lora_others_merged": VerdictRow(
         "warning",
@@ -289,6 +300,26 @@ def verdict_finding(id: str, evidence: dict[str, JsonScalar] | None = None, **fi
     row = VERDICTS[id]
     advice = row.advice and (row.advice.format(**figures) or None)
     return Finding(id, row.severity, row.says.format(**figures), evidence or {}, advice)
+
+
+def is_opposed(strengths: Sequence[float]) -> bool:
+    """Whether some of the same changes take from the others."""
+    return any(strength > 0 for strength in strengths) and any(strength < 0 for strength in strengths)
+
+
+def opposed_finding(
+    strengths: Sequence[float], evidence: dict[str, JsonScalar], holders: str, weights: str
+) -> Finding:
+    """The same changes with these strengths on one weight, of both signs."""
+    left = fsum(strengths)
+    return verdict_finding(
+        "lora_opposed",
+        {**evidence, "left": left},
+        holders=holders,
+        weights=weights,
+        strengths=" and ".join(f"{strength:.4g}" for strength in strengths),
+        left=f"{left:.4g}",
+    )
 
 
 _MAX_NAMED: Final = 3

@@ -231,6 +231,7 @@ def analyze_lora_application_results(
     elapsed_time: object = None,
     peak_memory: PeakMemory | PeakMemoryDict | None = None,
     error: BaseException | str | None = None,
+    is_untrained: bool = False,
 ) -> LoraAnalysis:
     """What a LoRA's application changed, each model against its own original. Never raises.
 
@@ -243,6 +244,7 @@ def analyze_lora_application_results(
         elapsed_time: Seconds that the application took.
         peak_memory: The peak of the stage that watched it.
         error: What the application raised, if it did.
+        is_untrained: Whether the adapters were made new and not loaded, as by `add_adapter`: then zeros are no fault.
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
@@ -268,7 +270,7 @@ def analyze_lora_application_results(
         left_off=left_off,
         before=[patch for model in (unet, clip) for patch in model.patches_before],
         in_conditioning=in_conditioning,
-        idle=_idle_changes(unet, clip) if effective.value is False else (),
+        idle=_idle_changes(unet, clip, is_untrained=is_untrained) if effective.value is False else (),
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
     unavailable = reasons({"verdict": verdict, "applied_verdict": on_model, "effective": effective})
@@ -442,10 +444,10 @@ def _is_returned_as_given(analysis: ModelAnalysis, model: object) -> bool:
     return analysis.identity["patches_added"] == 0 and host_of(model) == "comfyui"
 
 
-def _idle_changes(*models: ModelAnalysis) -> list[IdleChange]:
+def _idle_changes(*models: ModelAnalysis, is_untrained: bool) -> list[IdleChange]:
     """Without those that the weights in use contradict, which have a finding of their own."""
     return [
-        change
+        change._replace(cause="lora_untrained") if is_untrained and change.cause == "lora_is_zero" else change
         for model in models
         for change in attempt(lambda m=model: idle_changes(m.patches_on, m.looks.before)).value or ()  # type: ignore[misc]
         if lookup(lookup(model.weights["checked"], change.key), "result") != "contradicted"

@@ -12,7 +12,7 @@ from sigmascope.lora.arrival import Arrival, arrival_findings
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.patches import sort_patches
-from sigmascope.lora.verdict import LoraVerdict, verdict_finding
+from sigmascope.lora.verdict import LoraVerdict, is_opposed, opposed_finding, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.run import Finding, JsonScalar
@@ -194,9 +194,12 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
     for twice in patches["applied_twice"]:
         sources, keys = " and ".join(twice["sources"]), twice["keys"]
         evidence = {"keys": keys, "example": twice["example"]}
+        weights = f"{counted(keys, 'weight')} ({sources})"
         if twice["cancelled"]:
-            weights = f"{counted(keys, 'weight')} ({sources})"
             yield verdict_finding("lora_cancelled", evidence, holders=name, weights=weights)
+            continue
+        if is_opposed(twice["strengths"]):
+            yield opposed_finding(twice["strengths"], evidence, name, weights)
             continue
         message = f"{name}: the same change is applied more than once to {keys} weights ({sources})."
         advice = "Load it once; if you meant both, add the strengths."

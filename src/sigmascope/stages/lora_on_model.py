@@ -29,9 +29,9 @@ from sigmascope.lora.file import LoraFile, family_in, read_training_facts
 from sigmascope.lora.linalg import as_float64, read_numbers, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.norms_at_once import norms_at_once
-from sigmascope.lora.patches import rank_together, sort_patches
+from sigmascope.lora.patches import rank_together, scale_of_patch, sort_patches, strength_of
 from sigmascope.lora.reader import open_any_kind
-from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.lora.verdict import LoraVerdict, is_opposed
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.fingerprints import positions
@@ -414,14 +414,27 @@ def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwic
         if len({patch.index for patch in patches} | {patch.source for patch in patches}) > 1
         and len(acting := sort_patches(patches).acting) > 1
     }
-    found: dict[tuple[tuple[str, ...], bool], list[str]] = {}
+    found: dict[tuple[tuple[str, ...], bool, bool], list[tuple[str, list[float]]]] = {}
     for key, patches, cancelled in alike(several):
         names = tuple(patch.source or "" for patch in patches)
-        found.setdefault((names, cancelled), []).append(key)
+        strengths = attempt(lambda same=patches: _strengths(same)).value or []  # type: ignore[misc]
+        found.setdefault((names, cancelled, is_opposed(strengths)), []).append((key, strengths))
     return [
-        {"sources": list(names), "keys": len(keys), "example": keys[0], "cancelled": cancelled}
-        for (names, cancelled), keys in found.items()
+        {
+            "sources": list(names),
+            "keys": len(same),
+            "example": same[0][0],
+            "cancelled": cancelled,
+            "strengths": same[0][1],
+        }
+        for (names, cancelled, _), same in found.items()
     ]
+
+
+def _strengths(same: Sequence[AppliedPatch]) -> list[float]:
+    """Of each, at the scale of the first."""
+    scale = scale_of_patch(same[0]) or 1.0
+    return [strength_of(patch) * scale_of_patch(patch) / scale for patch in same]
 
 
 def alike(acting: _ByKey) -> Iterator[tuple[str, list[AppliedPatch], bool]]:

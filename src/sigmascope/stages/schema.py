@@ -399,12 +399,16 @@ class SourceFacts(TypedDict):
 
 
 class SameTwice(TypedDict):
-    """Changes with the same tensors that act on one weight more than once; cancelled where their strengths sum to 0."""
+    """Changes with the same tensors that act on one weight more than once; cancelled where their strengths sum to 0.
+
+    `strengths` are those on the example's weight.
+    """
 
     sources: list[str]
     keys: int
     example: str
     cancelled: bool
+    strengths: list[float]
 
 
 class PatchAnalysis(TypedDict):

@@ -95,6 +95,10 @@ def test_two_adapters_of_one_file_are_told(sd15: Any, save: Save) -> None:
     assert len(verdict.twice) == len(verdict.modules)
     assert set(verdict.strengths) == {1.5}
     assert [finding.id for finding in verdict.findings] == ["lora_applied_twice"]
+    sd15.set_adapters(["a", "b"], [1.0, -0.5])
+    opposed = judge_applied(path, patches_of(sd15), sd15)
+    assert set(opposed.strengths) == {0.5}
+    assert [(finding.id, finding.evidence["left"]) for finding in opposed.findings] == [("lora_opposed", 0.5)]
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

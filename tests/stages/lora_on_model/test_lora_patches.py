@@ -82,6 +82,19 @@ def test_the_same_lora_forth_and_back_cancels_where_another_acts(unet: ModelPatc
     assert "lora_applied_twice" not in {finding["id"] for finding in found["findings"]}
 
 
+def test_the_same_lora_against_itself_says_what_is_left(unet: ModelPatcher) -> None:
+    baseline = capture_lora_baseline(unet, None)
+    several = unet.clone()
+    for strength in (1.0, -0.5):
+        several.add_patches({Q: copy.deepcopy(lora_adapter())}, strength)
+    found = analyze_lora_application_results(baseline, several, None, (several, None))
+    norm = found["unet_weight_changes"]["keys_value_changed"][Q]["delta_norm"]
+    assert norm == pytest.approx(delta_norm(strength=0.5))
+    (finding,) = (one for one in found["findings"] if one["id"] in ("lora_opposed", "lora_applied_twice"))
+    assert finding["message"].endswith("strengths 1 and -0.5 leave 0.5.")
+    assert finding["evidence"]["left"] == pytest.approx(norm / delta_norm())
+
+
 FILES: tuple[set[str], set[str]] = ({"one"}, {"other"})
 
 

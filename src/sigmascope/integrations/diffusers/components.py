@@ -48,6 +48,7 @@ from sigmascope.probes.models import components_of, file_facts, key_facts, modul
 from sigmascope.probes.reading import keeping_words
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.run import Role
 from sigmascope.stages.baseline import beside_the_stage
 from sigmascope.stages.latent_encoding import (
     analyze_latent_decoding_results,
@@ -244,14 +245,40 @@ LORA_METHODS: Final = (
     "disable_lora",
     "delete_adapters",
 )
+_MODEL_METHODS: Final = (
+    "load_lora_adapter",
+    "unload_lora",
+    "add_adapter",
+    "load_adapter",
+    "set_adapter",
+    "enable_adapters",
+    "disable_adapters",
+    "delete_adapter",
+)
+"""Those of single models, diffusers' and transformers'."""
+_INJECTS: Final = "inject_adapter"
+"""What `get_peft_model` and `inject_adapter_in_model` end in, a method of PEFT's tuners."""
+_MAKES_ADAPTERS: Final = ("add_adapter", _INJECTS)
 _MOST_BYTES_READ: Final = 2**30
 """Up to so much, the weights that a LoRA changes are read before and after; reading more would be felt."""
 
 
 class LoraObserver(Observer):
-    """A stage for each of `LORA_METHODS`, with the analysis of what it did to the models."""
+    """A stage for each of `LORA_METHODS`, and for each adapter that PEFT injects, with what it did to the models."""
 
     name: ClassVar[str] = "lora"
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._models: ByIdentity[Role] = ByIdentity()
+
+    def start(self) -> None:
+        """Hear PEFT, now or when it is imported."""
+        self.when_loaded(_INJECTS, "peft.tuners.tuners_utils", "BaseTuner", self._put_on)
+
+    def _put_on(self, kind: type) -> None:
+        if _INJECTS in vars(kind):
+            self.hook_attribute(kind, _INJECTS, self._before_injection)
 
     def attach_class(self, kind: type) -> None:
         """Hear the methods of pipelines."""
@@ -260,10 +287,17 @@ class LoraObserver(Observer):
                 self.hook_class(kind, method, functools.partial(self._before, method))
 
     def attach(self, parts: WatchedParts) -> None:
-        """Hear the same methods, and their own, of denoisers."""
-        for _, denoiser in denoisers_of(parts):
-            for method in ("load_lora_adapter", *LORA_METHODS):
-                self.hook_method(denoiser, method, functools.partial(self._before, method))
+        """Hear the same methods, and their own, of denoisers and text encoders."""
+        models: list[tuple[object, Role]] = [(denoiser, "denoiser") for _, denoiser in denoisers_of(parts)]
+        models += [(encoder, "text_encoder") for _, encoder in parts.of_role("text_encoder")]
+        for model, role in models:
+            self._models.put(unwrap(model) or model, role)
+            for method in (*_MODEL_METHODS, *LORA_METHODS):
+                self.hook_method(model, method, functools.partial(self._before, method))
+
+    def _before_injection(self, _tuner: object, args: Arguments, kwargs: Keywords) -> After | None:
+        model = args[0] if args else kwargs.get("model")
+        return None if self._models.get(model) is None else self._before(_INJECTS, model, (), {})
 
     def _before(self, method: str, target: object, args: Arguments, kwargs: Keywords) -> After | None:
         is_model = isinstance(target, nn.Module)
@@ -286,13 +320,18 @@ class LoraObserver(Observer):
                 if method.startswith("load_") and error is None:
                     asked = kwargs.get("adapter_name")
                     guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
-                models, baseline = seen or (LoraModels.of(target, self.session), None)
-                self._analyse(stage, target, models, baseline, error)
+                models, baseline = seen or (self._models_of(target), None)
+                self._analyse(stage, target, models, baseline, error, makes=method in _MAKES_ADAPTERS)
 
         return after
 
+    def _models_of(self, target: object) -> "LoraModels":
+        if self._models.get(target) == "text_encoder":
+            return LoraModels(None, {"text_encoder": target})
+        return LoraModels.of(target, self.session)
+
     def _seen_before(self, target: object, path: str | None) -> tuple["LoraModels", Any]:
-        models = LoraModels.of(target, self.session)
+        models = self._models_of(target)
         return models, models.baseline(path)
 
     def _analyse(
@@ -302,6 +341,8 @@ class LoraObserver(Observer):
         models: "LoraModels",
         baseline: Any,
         error: BaseException | None,
+        *,
+        makes: bool,
     ) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
         from sigmascope.stages.lora_application import analyze_lora_application_results, in_short
@@ -315,6 +356,7 @@ class LoraObserver(Observer):
             elapsed_time=record.seconds,
             peak_memory=record.peak,
             error=error,
+            is_untrained=makes,
         )
         stage.fact(LORA_STAGE, in_short(analysis))
 
