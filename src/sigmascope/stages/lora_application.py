@@ -127,7 +127,7 @@ Keys = Collection[str] | Literal["lora", "none"] | None
 """Whose contents a baseline looks at: see `capture_lora_baseline`."""
 _Baseline = TypeVar("_Baseline")
 _RECORDED_BY_LENGTH = frozenset(
-    {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details"}
+    {"weight_changes", "outside", "keys_modified", "keys_added", "keys_removed", "patch_details"}
 )
 """Parts of which the record keeps only how long they are."""
 _WHILE_IT_SAMPLES = "the LoRA is a hook in the conditioning, and ComfyUI applies it only while it samples"

@@ -10,7 +10,7 @@ import torch
 from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.arrival import Arrival, arrival_findings
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import as_float64
+from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import sort_patches
 from sigmascope.lora.verdict import LoraVerdict, is_opposed, opposed_finding, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch
@@ -19,6 +19,7 @@ from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.stages.lora_on_model import alike, elements_of_change, read_extremes
 from sigmascope.stages.model_snapshot import ModelPatches, ModelSnapshot
 from sigmascope.stages.schema import (
+    OutsideLora,
     PatchAnalysis,
     ShareAndNoise,
     WeightChanges,
@@ -49,6 +50,7 @@ _CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded
 """What follows where the models were given back unchanged."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _MUCH_OVERLAP: Final = 0.5
+_SAME_FACTOR: Final = 1e-3
 _Evidence = dict[str, JsonScalar]
 _Models = Sequence[tuple[str, WeightChanges, PatchAnalysis]]
 
@@ -334,12 +336,14 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         yield Finding("lora_drift", "info", message, evidence, advice)
     if unexplained:
         key = unexplained[0]
+        outside = [weights["outside"][key] for key in unexplained if key in weights["outside"]]
+        size, evidence = _beside_loras(outside, len(unexplained))
         message = (
-            f"{name}: {len(unexplained)} weights changed, such as {key}, and no registered change "
-            "explains it."
+            f"{name}: {counted(len(unexplained), 'weight')} changed, such as {key}, and no registered change "
+            f"explains it{size}."
         )
         advice = "A LoRA was fused and its adapter deleted, or something else wrote into the weights."
-        evidence = {"keys": len(unexplained), "example": key}
+        evidence = {"keys": len(unexplained), "example": key, **evidence}
         yield Finding("weights_changed_unexplained", "warning", message, evidence, advice)
     if odd:
         key = odd[0]
@@ -379,6 +383,18 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         others = {way: _as_arrival(figures) for way, figures in arriving.get("other_ways", {}).items()}
         whole = replace(_as_arrival(arriving), stored=arriving["stored"], others=others)
         yield from arrival_findings(whole, arriving["weights"], name)
+
+
+def _beside_loras(outside: Sequence[OutsideLora], keys: int) -> tuple[str, _Evidence]:
+    """By how much weights changed beside the LoRAs, in words and figures."""
+    if len(outside) < keys:
+        return "", {}
+    norm, factors = root_sum_square([one["norm"] for one in outside]), [one["factor"] for one in outside]
+    size = f": outside of LoRAs they changed by {norm:.3g}"
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < keys or max(known) - min(known) > _SAME_FACTOR * abs(known[0]):
+        return size, {"outside_norm": norm}
+    return f"{size} (multiplied by {known[0]:.4g})", {"outside_norm": norm, "factor": known[0]}
 
 
 def _as_arrival(figures: ShareAndNoise) -> Arrival:

@@ -290,6 +290,13 @@ class ValueChange(TypedDict):
     unavailable: dict[str, str]
 
 
+class OutsideLora(TypedDict):
+    """What became of a weight beside the LoRAs: the norm of that, and the factor that makes all of it (None: no factor does)."""
+
+    norm: float
+    factor: float | None
+
+
 class Drift(TypedDict):
     """Contents that differ by no more than rounding, with no change on them that would explain more."""
 
@@ -354,6 +361,7 @@ class WeightChanges(TypedDict):
     not_as_predicted: list[str]
     arriving: Arriving | None
     checked: dict[str, WeightCheck]
+    outside: dict[str, OutsideLora]
     unavailable: dict[str, str]
 
 

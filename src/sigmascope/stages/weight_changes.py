@@ -120,6 +120,7 @@ def weight_changes(
         "not_as_predicted": [key for key, v in changed.items() if v.is_as_predicted is False],
         "arriving": arriving,
         "checked": dict(checked),
+        "outside": {key: verdict.outside for key, verdict in changed.items() if verdict.outside},
         "unavailable": {
             **unavailable,
             **total.unavailable,

@@ -192,7 +192,9 @@ class _Layer:
             return Reading(None, "a change was merged into a weight that was not looked at before")
         inside = self.verdict.inside if changed and self.verdict is not None else ()
         if inside is None:
-            return Reading(None, "no change explains what became of what is stored")
+            return Reading(
+                None, "no change explains what became of what is stored: something else wrote into it"
+            )
         beside = [side if unmerged else beside_content(side) for side in (self.now, self.before)]
         acting, acted = (sort_patches(patches).acting for patches in beside)
         unread = [patch for patch in (*acting, *acted) if not patch.tensors]

@@ -21,7 +21,7 @@ from sigmascope.lora.norms_at_once import known_inner_product, known_weight_norm
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import Reading, attempt
-from sigmascope.stages.schema import ValueChange, as_dict
+from sigmascope.stages.schema import OutsideLora, ValueChange, as_dict
 from sigmascope.stages.signed_patches import (
     Contents,
     SignedPatches,
@@ -40,6 +40,7 @@ _UNSEEN: Final = "the weight changed, but in none of the thousand elements that 
 _WEIGHT_GONE: Final = "the weight before is gone, and a change depends on it"
 _FORMED_IN: Final = torch.float32  # what hosts form a change in that depends on the weight
 _NO_EFFECT: Final = Effect(None, None, None, False)
+_UNEXPLAINED: Final = 4.0  # times the rounding of one merge: a weight may have been merged and unmerged often
 _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is rounding
 NOT_SEEN: Final = "the weights before and after could not be compared, and no change is registered"
 
@@ -53,12 +54,13 @@ class WeightVerdict:
         effect: The same for the sums over blocks.
         is_effective: Whether the layer computes something else than before; None if that is not understood.
         is_drift: Whether the content changed by no more than rounding, and nothing is merged that would explain more.
-        is_unexplained: Whether it changed by more, and nothing is merged.
+        is_unexplained: Whether it changed by more, and nothing that is merged explains it.
         is_as_predicted: Whether the weight changed as predicted; None if unknown.
         content_relative: ‖ΔW‖/‖W‖ of the weight itself, measured or sampled; None if unknown.
         unread: Why a change on it is not understood; None if all are.
         arrival: What arrived of the changes merged into a coarsely stored weight; None for others, or if not measured.
         inside: The changes that explain what became of the content; None if it is as before, was measured, or none do.
+        outside: What became of the content beside them, estimated from its elements; None if they explain it.
     """
 
     change: ValueChange
@@ -71,6 +73,7 @@ class WeightVerdict:
     unread: str | None = None
     arrival: Arrival | None = None
     inside: tuple[AppliedPatch, ...] | None = None
+    outside: OutsideLora | None = None
 
     @property
     def why_unknown(self) -> str | None:
@@ -146,12 +149,13 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
         found = _found(signed_effect(weight.beside, weight.now), "patches")
     is_effective = None if is_unseen else _is_effective(weight, found, content_is_rounding)
     bare = weight.content_changed is True and not weight.inside.now
+    outside = None if found.explained and bare else _outside(weight, found)
     return WeightVerdict(
         _value_change(weight, found.effect, found.source, by_books, sampled),
         found.effect,
         is_effective,
         bare and content_is_rounding and is_effective is False,
-        bare and not content_is_rounding and not found.explained,
+        not content_is_rounding and not found.explained if bare else outside is not None,
         _as_predicted(weight, contents, by_books, sampled),
         content_relative,
         weight.beside.unread
@@ -159,7 +163,28 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
         or weight.beside.same_by_name
         or weight.inside.same_by_name,
         inside=found.inside,
+        outside=outside,
     )
+
+
+def _outside(weight: WeightEvidence, found: _Found) -> OutsideLora | None:
+    """What became of the elements of the content beside what the host says was merged into it."""
+    samples, expected, shape = weight.samples, weight.inside.net, tuple(weight.now.shape)
+    is_explained = found.inside is not None or found.within_rounding or weight.original is not None
+    if is_explained or not weight.content_changed or samples is None or expected is None:
+        return None
+    merged = attempt(lambda: sum((elements_of(patch, shape) for patch in expected), as_float64(samples[0])))
+    after = as_float64(samples[1])
+    if merged.value is None or merged.value.shape != after.shape:
+        return None
+    whole, share = torch.linalg.vector_norm(merged.value), sqrt(weight.now.numel() / len(after))
+    rest = torch.linalg.vector_norm(after - merged.value)
+    allowed = _UNEXPLAINED * rounding(weight.now.dtype) * whole
+    if not rest > allowed:
+        return None
+    factor = (after @ merged.value) / whole**2
+    is_factor = torch.linalg.vector_norm(after - factor * merged.value) <= allowed
+    return {"norm": float(rest) * share, "factor": float(factor) if is_factor else None}
 
 
 def _is_unseen(weight: WeightEvidence, sampled: Effect | None) -> bool:
