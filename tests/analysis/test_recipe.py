@@ -273,6 +273,29 @@ def test_a_loras_file_says_more_than_its_content() -> None:
     assert what_changed([unknown], [before]).recipe == {"LoRA unet.style content": ("aa", "cc")}
 
 
+def renamed(*loras: tuple[str, str, float]) -> Run:
+    facts = {
+        name: {"strength": [strength] * 2, "layers": 4, "active": 4, "content": content}
+        for name, content, strength in loras
+    }
+    return generated(recipe={"loras": facts})
+
+
+def test_a_loras_strength_is_compared_though_its_adapter_has_another_name() -> None:
+    before = renamed(("unet.style", "aa", 1.0), ("unet.other", "bb", 1.0))
+    now = renamed(("unet.other", "bb", 1.0), ("unet.default_0", "aa", 0.5))
+    assert what_changed([now], [before]).recipe == {"LoRA unet.style strength": ("1.0", "0.5")}
+    same = renamed(("unet.default_0", "aa", 1.0), ("unet.default_1", "bb", 1.0))
+    assert what_changed([same], [before]).recipe == {}
+
+
+def test_a_lora_of_another_content_or_component_is_another() -> None:
+    before = renamed(("unet.style", "aa", 1.0))
+    for name, content in (("unet.new", "cc"), ("text_encoder.new", "aa")):
+        now = renamed((name, content, 0.5))
+        assert what_changed([now], [before]).recipe == {"LoRAs": ("unet.style", name)}
+
+
 def test_a_generators_state_is_named_where_its_seed_is_the_same() -> None:
     before, now = (
         generated(recipe={"generator_states": [state]}, means=(0.1, 0.2)) for state in ("aa", "bb")

@@ -56,6 +56,8 @@ _NOTABLE_CHANGE_OF_COLLECTIONS: Final = 5.0
 FAULTS: Final = "page faults from disk"
 READ: Final = "read from disk"
 COLLECTED: Final = "full garbage collections"
+_LORAS: Final = "LoRAs"
+_OF_LORA: Final = ("strength", "active", "file", "content")
 _HASH_DIGITS_SHOWN: Final = 12
 _MOST_OF_SCHEDULE: Final = 4
 Differences = Mapping[str, tuple[str, str]]
@@ -64,6 +66,7 @@ Differences = Mapping[str, tuple[str, str]]
 def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
     """The entries that both sides have and that differ, as (before, now)."""
     ours, theirs = recipe_of_runs(new), recipe_of_runs(baseline)
+    ours = _with_names_of(ours, theirs)
     differences = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
     }
@@ -86,6 +89,42 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
         if _are_apart(counts, notable):
             differences[name] = (f"{counts[0]:,.0f}", f"{counts[1]:,.0f}")
     return differences
+
+
+def _with_names_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
+    """A recipe in which LoRAs have the baseline's names where only their names are others: by their files or contents."""
+    names = [[name for name in side.get(_LORAS, "").split(", ") if name] for side in (ours, theirs)]
+    renamed: dict[str, str] = {}
+    for own in names[0]:
+        others = (name for name in names[1] if name not in (*names[0], *renamed.values()))
+        match = next((name for name in others if _is_same_lora(ours, own, theirs, name)), None)
+        if own not in names[1] and match is not None:
+            renamed[own] = match
+    given = {
+        f"LoRA {name} {entry}": f"LoRA {renamed.get(name, name)} {entry}"
+        for name in names[0]
+        for entry in _OF_LORA
+    }
+    recipe = {given.get(entry, entry): value for entry, value in ours.items()}
+    if renamed:
+        recipe[_LORAS] = ", ".join(renamed.get(name, name) for name in names[0])
+        if sorted(recipe[_LORAS].split(", ")) == sorted(names[1]):
+            recipe[_LORAS] = theirs[_LORAS]
+    return recipe
+
+
+def _is_same_lora(ours: Mapping[str, str], own: str, theirs: Mapping[str, str], other: str) -> bool:
+    """Whether two adapters of one component are from one file, or hold the same."""
+    if own.partition(".")[0] != other.partition(".")[0]:
+        return False
+    pairs = [
+        (ours.get(f"LoRA {own} {entry}"), theirs.get(f"LoRA {other} {entry}"))
+        for entry in ("file", "content")
+    ]
+    known = [
+        [value.split()[:2] for value in pair if value is not None] for pair in pairs
+    ]  # without the file's name
+    return next((both[0] == both[1] for both in known if len(both) == 2), False)
 
 
 def _consequences(differences: Differences) -> list[str]:
@@ -205,7 +244,7 @@ def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         yield from ((f"{name} weights", fingerprint) for name, fingerprint in models.items())
     loras = more.get("loras")
     if isinstance(loras, Mapping):
-        yield "LoRAs", ", ".join(loras) or _NONE
+        yield _LORAS, ", ".join(loras) or _NONE
         for name, lora in loras.items():
             if isinstance(lora, Mapping):
                 yield f"LoRA {name} strength", "-".join(map(str, sorted(set(lora.get("strength") or ()))))
