@@ -121,7 +121,8 @@ def effect_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
         The effect. Nothing is raised: a figure that cannot be calculated is None, with its reason.
     """
     patches_by_use = sort_patches(patches)
-    effect = _effect_from(lambda: _change_norm(patches, weight), weight)
+    values = None if weight is None or weight.is_meta else weight
+    effect = _effect_from(lambda: _change_norm(patches, values), weight)
     return replace(effect, acting=len(patches_by_use.acting), left_out=patches_by_use.left_out)
 
 

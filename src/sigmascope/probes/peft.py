@@ -300,14 +300,21 @@ def tensor_of(held: object) -> Tensor | None:
     tensor = held if isinstance(held, Tensor) else _held(held, "weight")
     if not isinstance(tensor, Tensor):
         return None
-    kept = _offloaded(held) if tensor.is_meta else None
+    kept = _offloaded(held, "weight") if tensor.is_meta else None
     return (tensor if kept is None else kept).detach()
 
 
-def _offloaded(held: object) -> Tensor | None:
-    """The weight of a layer that Accelerate offloads, leaf by leaf: its hook keeps it."""
+def _factor_of(layer: nn.Module, name: str, adapter: str) -> Tensor | None:
+    """`tensor_of` what a layer keeps under `name` for an adapter; of a ParameterDict its hook keeps what is offloaded."""
+    tensor = tensor_of(held_by(layer, name, adapter))
+    kept = _offloaded(_by_adapter(layer, name), adapter) if tensor is not None and tensor.is_meta else None
+    return tensor if kept is None else kept.detach()
+
+
+def _offloaded(held: object, name: str) -> Tensor | None:
+    """The tensor of a layer that Accelerate offloads, leaf by leaf: its hook keeps it."""
     kept = attribute(attribute(held, "_hf_hook"), "weights_map")
-    tensor = attempt(lambda: kept["weight"]).value if isinstance(kept, Mapping) else None
+    tensor = attempt(lambda: kept[name]).value if isinstance(kept, Mapping) else None
     return tensor if isinstance(tensor, Tensor) else None
 
 
@@ -329,7 +336,7 @@ def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
 def _read_embedding(layer: nn.Module, adapter: str) -> list[Change]:
     """PEFT keeps A (r, words) and B (width, r) of a weight (words, width)."""
     names = ("lora_embedding_A", "lora_embedding_B")
-    first, second = (tensor_of(held_by(layer, name, adapter)) for name in names)
+    first, second = (_factor_of(layer, name, adapter) for name in names)
     if first is None or second is None:
         return [_unknown_change(layer, "weight", "its factors are not where PEFT keeps them")]
     return [_low_rank_change(layer, adapter, "weight", first.mT, second.mT)]
@@ -361,7 +368,7 @@ def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
 def _read_lycoris(
     kind: AdapterType, prefix: str, parts: tuple[str, ...], layer: nn.Module, adapter: str
 ) -> list[Change]:
-    found = {part: tensor_of(held_by(layer, prefix + part, adapter)) for part in parts}
+    found = {part: _factor_of(layer, prefix + part, adapter) for part in parts}
     return [Change("weight", kind, {part: held for part, held in found.items() if held is not None})]
 
 

@@ -226,6 +226,26 @@ def test_factors_that_accelerate_offloads_are_read_from_its_hooks(strength: floa
     assert "lora_changes_failed" not in {finding["id"] for finding in analysis["findings"]}
 
 
+@pytest.mark.parametrize("kind", ["embedding", "loha"])
+def test_factors_in_a_dictionary_are_read_from_its_hook(kind: str) -> None:
+    from accelerate import cpu_offload
+
+    config = {
+        "embedding": LoraConfig(r=2, target_modules=["0"], init_lora_weights=False),
+        "loha": LoHaConfig(r=2, target_modules=["1"], init_weights=False),
+    }[kind]
+    model: Any = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 6))
+    model = inject_adapter_in_model(config, model, "a")
+    layer = model[0 if kind == "embedding" else 1]
+    whole = float(layer.get_delta_weight("a").detach().double().norm())
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    baseline = capture_lora_baseline(model, None)
+    layer.set_scale("a", 0.25)
+    analysis = told(baseline, model)
+    assert analysis["effective"] is True
+    assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(0.75 * whole, rel=1e-5)
+
+
 class UnknownPatcher:
     """A host's object around a model that nothing is known of."""
 
