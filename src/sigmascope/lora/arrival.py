@@ -47,6 +47,7 @@ __all__ = [
     "BlockArrival",
     "arrival_findings",
     "arrival_of",
+    "arrival_sentence",
     "arrivals",
     "other_ways",
 ]
@@ -431,6 +432,19 @@ def arrival_findings(whole: Arrival, weights: int, model: str = "") -> Iterator[
         yield verdict_finding("lora_arrives_weak", evidence, **figures)
     if noise > NOISY:
         yield verdict_finding("lora_arrives_noisy", evidence, **figures)
+
+
+def arrival_sentence(arrives: Arrivals) -> tuple[str, bool] | None:
+    """How much of a LoRA arrives and how noisy, and whether that is well; None if it is not known."""
+    whole, unknown = arrives.overall, len(arrives.unavailable)
+    if whole.share is None or whole.noise is None:
+        return None
+    more = f" Of {counted(unknown, 'weight')} this is unknown." if unknown else ""
+    sentence = (
+        f"Merged at strength {arrives.strength:g}, {_percent(whole.share)} of the LoRA arrives, with noise of "
+        f"{_times(whole.noise)} its size.{more}"
+    )
+    return sentence, whole.share >= WEAK_SHARE and whole.noise <= NOISY
 
 
 def _in_words(arrival: Arrival) -> str:

@@ -225,6 +225,20 @@ def test_what_arrives_is_shown_by_block_with_a_finding(
     assert [finding["id"] for finding in arrives["findings"]] == ["lora_arrives_noisy"]
 
 
+def test_the_first_sentence_says_how_much_arrives_and_how_noisy(
+    lora: Path, fp8_model: Path, inspect: Terminal
+) -> None:
+    found = json.loads(inspect(lora, "--model", fp8_model, "--arrives", "--strength", 0.002, "--json").out)
+    arrives = found["model"]["arrives"]
+    outcome = inspect(lora, "--model", fp8_model, "--arrives", "--strength", 0.002)
+    first = " ".join(outcome.out.split())
+    assert first.startswith(
+        f"Merged at strength 0.002, {100 * arrives['share']:.0f} % of the LoRA arrives, with noise of "
+        f"{100 * arrives['noise']:.0f} % of its size."
+    )
+    assert not inspect(lora, "--model", fp8_model).out.startswith("Merged")
+
+
 def test_a_strong_lora_arrives_whole(lora: Path, fp8_model: Path, inspect: Terminal) -> None:
     outcome = inspect(lora, "--model", fp8_model, "--arrives")
     assert outcome.code == 0

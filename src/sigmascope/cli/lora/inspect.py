@@ -153,6 +153,9 @@ def inspect(
         print_json(own if on_model is None else own | {"model": on_model.as_dict()})
     else:
         console = Console()
+        arrives_as = _arrival_sentence(on_model.arrives) if on_model and on_model.arrives else None
+        if arrives_as is not None:
+            console.print(arrives_as)
         print_inspection(console, report, verbose=verbose)
         if on_model is not None:
             told = {finding.id for finding in report.findings}
@@ -392,6 +395,13 @@ def _print_arrives(console: Console, arrives: "Arrivals") -> None:
     unknown = [f"{key}: unknown, because {why}" for key, why in arrives.unavailable.items()]
     listed(console, "Weights of which this is unknown", unknown, style="cyan")
     console.print(findings(arrives.findings))
+
+
+def _arrival_sentence(arrives: "Arrivals") -> Text | None:
+    from sigmascope.lora.arrival import arrival_sentence
+
+    told = arrival_sentence(arrives)
+    return None if told is None else Text(told[0], style="green" if told[1] else "bold red")
 
 
 def _ways(whole: "Arrival") -> Table:
