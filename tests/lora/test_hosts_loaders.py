@@ -205,6 +205,13 @@ def test_hosts_agree_after_the_command_that_is_advised(comfy: Checkout, name: st
     outcome = CliRunner().invoke(app, words)
     assert outcome.exit_code == 0, outcome.output
     mended = path.with_name("NEW.safetensors")
+    named, whole = everything_in(mended, layout)
+    assert by_diffusers(layout.family, mended, named) == by_comfyui(comfy, known, mended, named) == whole
+    assert inspect_lora(mended).findings == ()
+
+
+def everything_in(path: Path, layout: Layout) -> tuple[dict[str, Target], Made]:
+    """A converted file's modules with their layers, and what a host makes that takes all of them."""
     writings = [
         Layout(layout.family, "transformer.", "diffusers", "A"),
         Layout(layout.family, "unet.", "diffusers", "A"),
@@ -213,8 +220,51 @@ def test_hosts_agree_after_the_command_that_is_advised(comfy: Checkout, name: st
         Layout(layout.family, "lora_unet_", "diffusers", "A"),
     ]
     everything = {module: target for one in writings for module, target in one.names().items()}
-    modules = load_lora(mended).names
-    named = {module: everything[module] for module in modules}
-    whole = (len(modules), {1.0: len(modules)})
-    assert by_diffusers(layout.family, mended, named) == by_comfyui(comfy, known, mended, named) == whole
-    assert inspect_lora(mended).findings == ()
+    modules = load_lora(path).names
+    return {module: everything[module] for module in modules}, (len(modules), {1.0: len(modules)})
+
+
+FOR_EACH_HOST = [
+    "diffusers 13484 by fal",
+    "OneTrainer 1563, kohya",
+    "ai-toolkit's Chroma",
+    "sd-scripts' Chroma",
+    "sd-scripts' Lumina 2",
+    "Chroma, PEFT",
+    "WAN, kohya",
+    "WAN, original, alphas",
+    "FLUX.2, PEFT",
+    "LTX, original",
+    "HunyuanVideo, its own names",
+    "HunyuanVideo, Comfy's start",
+]
+
+
+def converted(name: str, format: str, folder: Path) -> Path:
+    path = folder / "lora.safetensors"
+    LAYOUTS[name].save(path)
+    advice = next(one.advice or "" for one in inspect_lora(path).findings if one.id == "lora_hosts_differ")
+    assert f"to {format} for" in advice
+    made = path.with_name(f"{format}.safetensors")
+    outcome = CliRunner().invoke(app, ["lora", "convert", str(path), str(made), "--format", format])
+    assert outcome.exit_code == 0, outcome.output
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOR_EACH_HOST)
+def test_diffusers_takes_what_is_converted_for_it(name: str, tmp_path: Path) -> None:
+    layout, made = LAYOUTS[name], converted(name, "peft", tmp_path)
+    named, whole = everything_in(made, layout)
+    assert by_diffusers(layout.family, made, named) == whole
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("name", FOR_EACH_HOST)
+def test_comfyui_takes_what_is_converted_for_it(comfy: Checkout, name: str, tmp_path: Path) -> None:
+    layout, known = LAYOUTS[name], known_to_comfyui(comfy, LAYOUTS[name].family)
+    if known is None or not is_in(comfy, layout.family):
+        return
+    made = converted(name, "comfyui", tmp_path)
+    named, whole = everything_in(made, layout)
+    assert by_comfyui(comfy, known, made, named) == whole

@@ -40,6 +40,7 @@ from sigmascope.lora.adapters import DOWN, MID, UP
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Naming, Part, Row, UnetBlocks, family_named
 from sigmascope.lora.families.family import COMFYUI_ENCODERS, KOHYA_ENCODERS
+from sigmascope.lora.families.known import row_of_original
 from sigmascope.lora.file import PEFT_CONFIGS
 from sigmascope.lora.format_names import FormatName
 from sigmascope.lora.layer_names import renamed
@@ -377,7 +378,9 @@ PEFT = LoraFormat(
 
 def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     if part == "denoiser":
-        return f"diffusion_model.{path}"
+        row = row_of_original(layout.family, path)
+        own = row.original if row is not None and path == row.also else path  # ComfyUI has no second dialect
+        return f"diffusion_model.{own}"
     whole = layout.prefixes.get(part, "")
     if whole.startswith("text_encoders."):
         return whole + path  # the checkpoint says which of the family's encoders it has
