@@ -272,6 +272,8 @@ def _why_idle(
         return f"lora_{patch.cause}", ""
     if patch.key in acted:
         return "lora_as_before", ""
+    if patch.strength == 0.0 and patch.adapter_type in _PRODUCTS - {"dora"}:  # merged so
+        return "lora_strength_zero", ""
     dtype = attempt(lambda: _lost_in(patch, before)).value
     if dtype is not None:
         return "lora_lost_in_rounding", dtype

@@ -90,6 +90,17 @@ def test_a_merged_adapter_is_compared_by_elements_of_the_old_weight(unet: Any) -
     assert check["used_norm"] == pytest.approx(change(layers_of(unet)[key], 1.0), rel=0.15)
 
 
+def test_an_adapter_that_is_fused_at_strength_0_is_told_so(unet: Any) -> None:
+    unet.set_adapters(["style"], [0.0])
+    baseline = capture_lora_baseline(unet, None)
+    old = {key: layer.weight.clone() for key, layer in layers_of(unet).items()}
+    unet.fuse_lora()
+    assert all(torch.equal(layer.weight, old[key]) for key, layer in layers_of(unet).items())
+    found, _ = analysed(baseline, unet)
+    assert found["effective"] is False
+    assert [finding["id"] for finding in found["findings"]] == ["lora_strength_zero"]
+
+
 def test_an_adapter_that_gives_nothing_contradicts(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     unet.disable_lora()
     baseline = capture_lora_baseline(unet, None)

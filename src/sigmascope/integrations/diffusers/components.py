@@ -287,9 +287,10 @@ class LoraObserver(Observer):
                 self.hook_class(kind, method, functools.partial(self._before, method))
 
     def attach(self, parts: WatchedParts) -> None:
-        """Hear the same methods, and their own, of denoisers and text encoders."""
+        """Hear the same methods, and their own, of denoisers, text encoders and the VAE."""
         models: list[tuple[object, Role]] = [(denoiser, "denoiser") for _, denoiser in denoisers_of(parts)]
-        models += [(encoder, "text_encoder") for _, encoder in parts.of_role("text_encoder")]
+        others: tuple[Role, ...] = ("text_encoder", "vae")
+        models += [(model, role) for role in others for _, model in parts.of_role(role)]
         for model, role in models:
             self._models.put(unwrap(model) or model, role)
             for method in (*_MODEL_METHODS, *LORA_METHODS):

@@ -63,3 +63,18 @@ def test_a_text_encoders_adapter_is_its_own() -> None:
     assert [stage.facts["method"] for stage in stages] == ["add_adapter", "disable_adapters"]
     norms = [stage.facts["lora_application"]["clip_weight_changes"]["delta_norm"] for stage in stages]
     assert norms == pytest.approx([norm_of(pipeline.text_encoder)] * 2, rel=1e-3)
+
+
+def test_a_vaes_adapter_is_a_stage() -> None:
+    pipeline = make_pipeline("sd15")
+    latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = pipeline.vae.decode(latent).sample
+        with sigmascope.watch(pipeline) as run:
+            pipeline.vae.add_adapter(
+                LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"]), "skip"
+            )
+        moved = not torch.equal(pipeline.vae.decode(latent).sample, before)
+    analysis = run.stage("lora_application").facts["lora_application"]
+    assert analysis["effective"] is moved is True
+    assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(norm_of(pipeline.vae), rel=1e-3)
