@@ -1,5 +1,6 @@
 """Where a run's time went: rows by arithmetic on made records, and the sentence that a slow part gives."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,7 +147,22 @@ def test_the_headline_names_the_callback_with_its_place() -> None:
     steps = Steps(started=(0.0, 3.0), seconds=(0.25, 0.25))
     run = generation(Stage("denoising", 2.5, 5.25, steps=steps))
     assert headline(run) == (
-        "48 % of 10.00 s went into your callback preview (generate.py:31), 2.38 s after each of 2 steps."
+        "Start 2.00 s (mostly loading); the generation 6.00 s, 79 % of it went into your callback preview "
+        "(generate.py:31), 2.38 s after each of 2 steps."
+    )
+
+
+def test_a_script_s_start_and_its_generations_are_two_clauses() -> None:
+    """Imports of 4.5 s, and two generations in which a callback takes most of the time."""
+    first = generation(Stage("denoising", 4.6, 5.25, steps=Steps((0.0, 3.0), (0.25, 0.25)))).stages[0]
+    stages = tuple(
+        replace(first, started_seconds=started, seconds=seconds)
+        for started, seconds in ((4.5, 6.0), (10.5, 6.5))
+    )
+    run = replace(run_of(*stages), seconds=17.0, facts={"imports": {"torch": 3.0, "diffusers": 1.5}})
+    assert headline(run).startswith(
+        "Start 4.50 s (mostly imports); each of 2 generations 6.25 s (6.00 s to 6.50 s), 76 % of it went into your "
+        "callback preview (generate.py:31)"
     )
 
 

@@ -14,7 +14,13 @@ from sigmascope import units
 from sigmascope.analysis.generations import cases
 from sigmascope.analysis.lora_state import idle_lora
 from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice
-from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
+from sigmascope.analysis.run_figures import (
+    GENERATION,
+    is_timed_on_device,
+    known,
+    seconds_in_steps,
+    step_seconds,
+)
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.failures import raised_in
 from sigmascope.records.performance import (
@@ -47,6 +53,8 @@ OWN: Final = "the watch itself"
 IMPORTING: Final = "imports"
 _HEADLINE_WASTE_SHARE: Final = 0.25
 """Share of the run's time: a finding that could save this much is the headline."""
+_LEAST_START_SHARE: Final = 0.1
+"""Of the run: a start that took as long has a clause of its own."""
 _LEAST_SPREAD: Final = 2.0
 """The longest step by the median, from which it is named."""
 _LEAST_SHARE_SHOWN: Final = 0.005
@@ -340,7 +348,7 @@ def headline(run: Run, *, with_whole_error: bool = True) -> str:
     if first is None:
         found = {finding.id: finding.message for finding in run_findings(run)}
         told = [found[name] for name in _TOLD_FIRST if name in found]
-        first = " ".join(filter(None, (*told[:1], _waste(run) or _longest(run))))
+        first = " ".join(filter(None, (*told[:1], _waste(run) or _start_and_each(run) or _longest(run))))
     return " ".join(filter(None, (first, _peak(run))))
 
 
@@ -428,6 +436,32 @@ def _waste(run: Run) -> str | None:
         return None
     share = units.percent(gain_seconds(costly), run.seconds)
     return f"{share} of {units.seconds(run.seconds)} could be saved. {costly.message}"
+
+
+def _start_and_each(run: Run) -> str | None:
+    """What a script's start took, and then each generation: two clauses, since nobody waits for the start again.
+
+    None where no generation was recorded, or the start before the first is short.
+    """
+    generations = [stage for stage in run.stages if stage.name == GENERATION]
+    whole = sum(stage.seconds for stage in generations)
+    start = generations[0].started_seconds if generations else 0.0
+    if run.folded is not None or whole <= 0 or start < _LEAST_START_SHARE * run.seconds:
+        return None
+    rows = time_breakdown(run)
+    inside = [row for row in rows if names_in(row.name)[0] == GENERATION and row.part != OUTSIDE_STAGES]
+    before = [row for row in rows if row.name in (IMPORTING, BEFORE) or row.stage == "model_loading"]
+    if not inside or not before:
+        return None
+    first, longest = (max(part, key=lambda row: row.seconds) for part in (before, inside))
+    what = "imports" if first.name == IMPORTING else "loading" if first.name == BEFORE else first.stage
+    seconds = [stage.seconds for stage in generations]
+    each = f"each of {len(seconds)} generations" if len(seconds) > 1 else "the generation"
+    spread = f" ({units.seconds(min(seconds))} to {units.seconds(max(seconds))})" if len(seconds) > 1 else ""
+    return (
+        f"Start {units.seconds(start)} (mostly {what}); {each} {units.seconds(median(seconds))}{spread}, "
+        f"{units.percent(longest.seconds, whole)} of it {_where(longest)}."
+    )
 
 
 def _longest(run: Run) -> str | None:
