@@ -30,6 +30,7 @@ from sigmascope.lora.module_names import (
     flat,
     parse_name,
     parse_names,
+    told_by_lora,
 )
 
 _BIAS: Final = ".bias"
@@ -67,6 +68,7 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
     Raises:
         LoraFormatError: Two modules of the LoRA are for one layer.
     """
+    layout = told_by_lora(lora, layers, layout)
     index = LayerIndex.of(layers, layout)
     match = index.match(lora)
     recipes = {layer: _Recipe((name,)) for name, layer in match.matched.items()}

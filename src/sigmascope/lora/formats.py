@@ -60,10 +60,10 @@ EMBEDDING_DOWN: Final = "lora_embedding_A"
 
 _KEY: Final = re.compile(
     r"(?P<name>.+?)(?P<end>"
-    r"\.lora_(?:up|down|mid)\.weight"
-    r"|[._]lora\.(?:up|down)\.weight"
+    r"\.lora_(?:up|down|mid)(?:\.weight)?"
+    r"|[._]lora[12]?\.(?:up|down)\.weight"
     r"|\.lora_linear_layer\.(?:up|down)\.weight"
-    r"|\.lora_[AB](?:(?:\.[^.]+)?\.(?:weight|bias))?"
+    r"|\.lora_[AB](?:(?:\.[^.]+){0,2}\.(?:weight|bias))?"
     r"|\.lora_embedding_[AB](?:\.[^.]+)?"
     r"|\.lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?"
     r"|\.hada_(?:w[12]_[ab]|t[12])(?:\.[^.]+)?"
@@ -71,6 +71,17 @@ _KEY: Final = re.compile(
     r"|\.(?:alpha|dora_scale|diff|diff_b|set_weight|w_norm|b_norm)"
     r")"
 )
+_XLABS: Final = re.compile(
+    r"(.*double_blocks\.\d+|.*single_blocks\.\d+)\.processor\.((?:qkv|proj)_lora[12]|proj_lora)\.(?:up|down)\.weight"
+)
+"""XLabs' trainer names FLUX' layers by its attention processors: 1 is the picture's, 2 the text's."""
+_OF_XLABS: Final = {
+    "qkv_lora1": "img_attn.qkv",
+    "proj_lora1": "img_attn.proj",
+    "qkv_lora2": "txt_attn.qkv",
+    "proj_lora2": "txt_attn.proj",
+    "proj_lora": "linear2",
+}
 _ROLES: Final = {"lora_A": DOWN, "lora_B": UP, "down": DOWN, "up": UP}
 _KOHYA_FACTORS: Final = frozenset({"lora_up", "lora_down", "lora_mid"})
 # They change what a weight becomes, so a reader that skips them reads a different LoRA.
@@ -478,7 +489,12 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
             )
         by_peft = words[0].startswith("lora") and words[0] not in _KOHYA_FACTORS
         groups.by_peft |= by_peft or "base_model.model." in match["name"]
-        name = _module_name(match["name"], old=match["end"].startswith("_lora."))
+        xlabs = _XLABS.fullmatch(key)
+        name = (
+            _module_name(match["name"], old=match["end"].startswith("_lora."))
+            if xlabs is None
+            else f"{xlabs[1]}.{_OF_XLABS[xlabs[2]]}"
+        )
         group = groups.groups.setdefault(name, {})
         if role in group:
             raise LoraFormatError(f"{path}: {group[role]} and {key} are the same tensor of {name}.")
@@ -500,12 +516,12 @@ def _role(words: list[str]) -> tuple[str, list[str]]:
     """What a tensor is, and the name of its adapter if the key has one."""
     first, *rest = words
     if first in _KOHYA_FACTORS:
-        return ".".join(words), []
-    if first in {"lora", "lora_linear_layer"}:
+        return f"{first}.weight", []
+    if first in {"lora", "lora1", "lora2", "lora_linear_layer"}:
         return _ROLES[rest[0]], []
     if first in {"lora_A", "lora_B"} and rest:
         bias = rest[-1] == "bias"
-        return UP_BIAS if bias else _ROLES[first], rest[:-1]
+        return UP_BIAS if bias else _ROLES[first], [".".join(rest[:-1])] if rest[:-1] else []
     adapter = [word for word in rest if word != "weight"]
     return _ROLES.get(first, first), adapter
 

@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
@@ -112,6 +113,9 @@ def _any_start(starts: Iterable[str]) -> re.Pattern[str]:
 
 _FLAT_START: Final = _any_start(_FLAT_STARTS)
 _DOTTED_START: Final = _any_start(_DOTTED_STARTS)
+_FLAT_ANY_START: Final = re.compile(r"\w*?lora_(\w+)")
+_MOST_PEELED: Final = 4
+"""Words that wrappers put before a layer's path."""
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
 # Names with underscores for dots.
@@ -158,18 +162,53 @@ class ModuleName:
 
 def parse_name(name: str) -> ModuleName:
     """Take the name of a LoRA's module apart, in any format."""
-    flat_start = None if "." in name else _FLAT_START.match(name)
-    if flat_start is not None:
-        return ModuleName(_FLAT_STARTS[flat_start[0]], name[flat_start.end() :], is_flat=True)
+    flat_start = _FLAT_START.match(name)
+    if flat_start is not None:  # a few tools keep some dots, or put underscores around the path
+        return ModuleName(
+            _FLAT_STARTS[flat_start[0]], flat(name[flat_start.end() :]).strip("_"), is_flat=True
+        )
     start = _DOTTED_START.match(name)
     if start is not None:
         encoder = _ENCODER.match(name)
-        return ModuleName(
-            _DOTTED_STARTS[start[0]], name[start.end() :], encoder=None if encoder is None else encoder[1]
-        )
+        parts, path = _DOTTED_STARTS[start[0]], name[start.end() :]
+        if parts == ("denoiser",):
+            path = _peeled(path) or path
+        return ModuleName(parts, path, encoder=None if encoder is None else encoder[1])
     if name.startswith(_TRANSFORMER) and not name.startswith(f"{_TRANSFORMER}resblocks."):
-        return ModuleName(("denoiser",), name.removeprefix(_TRANSFORMER))
+        path = name.removeprefix(_TRANSFORMER)
+        return ModuleName(("denoiser",), _peeled(path) or path)
+    peeled = _peeled(name)
+    if peeled is not None:
+        return ModuleName(("denoiser",), peeled)
+    flat_peeled = _FLAT_ANY_START.match(name)
+    if flat_peeled is not None and unflattened_denoiser(flat_peeled[1]) is not None:
+        return ModuleName(("denoiser",), flat_peeled[1], is_flat=True)
     return ModuleName((), name)
+
+
+@cache
+def _peeled(path: str) -> str | None:
+    """A known layer's path in a denoiser, without what wrappers put before it, such as `module.` or `pipe.dit.`.
+
+    Returns:
+        The path; None if it begins with a known layer, or none follows.
+    """
+    rest = path
+    for _ in range(_MOST_PEELED + 1):
+        if _is_known(rest):
+            return rest if rest != path else None
+        _, dot, rest = rest.partition(".")
+        if not dot:
+            return None
+    return None
+
+
+def _is_known(path: str) -> bool:
+    """Whether it is a layer in a block of a known family. Layers outside of blocks have names that any model may use."""
+    numbered = re.search(r"\.(?:block)?\d+\.", path) is not None
+    return numbered and (
+        bool(families_with([path])) or to_sgm(path) is not None or to_diffusers(path) is not None
+    )
 
 
 def flat(path: str) -> str:
@@ -366,10 +405,14 @@ def _names_of_layer(
         yield from _transformer_names(path, layout)
 
 
-def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, Row]]:
+def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, Row | None]]:
     by_original, by_part = row_of_original(layout.family, path), row_of_diffusers(layout.family, path)
-    if layout.naming == "original" and by_original is not None and len(by_original.parts) == 1:
-        yield by_original.parts[0], by_original
+    if layout.naming == "original" and by_original is not None:
+        for name in by_original.originals:  # one matrix, whose halves are in one order
+            if name != path:
+                yield name, None
+        if len(by_original.parts) == 1:
+            yield by_original.parts[0], by_original
     elif layout.naming == "diffusers" and by_part is not None and len(by_part.parts) == 1:
         yield by_part.original, by_part
         if by_part.also is not None:
@@ -486,6 +529,25 @@ def _unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return "sd15" if any(path.startswith(numbered) for path in shapes) else "sdxl"
 
 
+def told_by_lora(lora: LoraFile, layers: Iterable[str], layout: ModelLayout) -> ModelLayout:
+    """The layout of a model that lacks its family's signature: the LoRA's family, if most of the layers are that family's.
+
+    Args:
+        lora: In any format; its tensors are not read.
+        layers: Paths of the model's layers.
+        layout: As `layout_of` told it; returned as it is if it has a family.
+    """
+    family = file_family(lora).family if layout.family == "unknown" else None
+    if family is None or family in UNET_FAMILIES:
+        return layout
+    placed = [layout.split(layer) for layer in layers if not layer.endswith(_BIAS)]
+    paths = [path for part, path in placed if part == "denoiser"]
+    own = [path for path in paths if is_layer_of(family, path)]
+    if not own or 2 * len(own) < len(paths):
+        return layout
+    return replace(layout, family=family, naming=_naming(lora, family, own))
+
+
 def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
     """`diffusers` if any path exists only there, or is read but not written; otherwise the other naming."""
     if family == "unknown":
@@ -505,8 +567,10 @@ def _in_naming(naming: str, family: str, path: str, lora: LoraFile, blocks: Unet
     if family in UNET_FAMILIES:
         renamed_path = to_diffusers(path, blocks) if naming == "diffusers" else None
         return renamed_path or path
-    row = row_of_original(family, path) if naming == "diffusers" else None
-    if row is None or path in row.parts:
+    row = row_of_original(family, path)
+    if naming == "original" and row is not None:
+        return row.original  # of two dialects, the one that is written
+    if naming != "diffusers" or row is None or path in row.parts:
         return path
     if not row.is_rename:
         raise LoraFormatError(

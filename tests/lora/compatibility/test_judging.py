@@ -108,10 +108,21 @@ def test_a_lora_of_text_encoders_alone_matches_no_denoiser(pipelines: Pipelines,
 
 
 def test_an_unknown_prefix_is_named(pipelines: Pipelines, save: Save) -> None:
-    path = edited(save(pipelines("flux"), "transformer"), lambda key, tensor: (f"my_model.{key}", tensor))
+    path = edited(
+        save(pipelines("flux"), "transformer", only="x_embedder"),
+        lambda key, tensor: (f"my_model.{key}", tensor),
+    )
     verdict = judge_lora(path, pipelines("flux"))
     assert only_reason(verdict) == "prefix"
     assert (verdict.modules[0].detail or "").startswith("without the prefix my_model. its name matches ")
+
+
+def test_a_prefix_before_a_known_block_is_no_obstacle(pipelines: Pipelines, save: Save) -> None:
+    path = edited(
+        save(pipelines("flux"), "transformer", only="transformer_blocks"),
+        lambda key, tensor: (f"my_model.{key}", tensor),
+    )
+    assert judge_lora(path, pipelines("flux")).fits
 
 
 def test_renamed_blocks_are_unknown_and_have_their_nearest_names(pipelines: Pipelines, save: Save) -> None:

@@ -1,0 +1,217 @@
+"""LoRA files as trainers write them and as people report them: naming, prefix, endings and kind, with a known change.
+
+Each layout says where its naming is written or reported. Weights are random; the change of each of diffusers' layers follows
+from the names in `models`, which are independent of the families' records.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from .models import Row, layers, matching
+
+RANK: Final = 2
+FULL: Final = 9999999999.0
+"""LyCORIS' alpha beside whole Kronecker factors."""
+ENDS: Final = {
+    "down": ("lora_down.weight", "lora_up.weight"),
+    "A": ("lora_A.weight", "lora_B.weight"),
+    "A.default": ("lora_A.default.weight", "lora_B.default.weight"),
+    "A.default_0.default": ("lora_A.default_0.default.weight", "lora_B.default_0.default.weight"),
+    "A.lora_1": ("lora_A.lora_1.weight", "lora_B.lora_1.weight"),
+    "lora.down": ("lora.down.weight", "lora.up.weight"),
+    "of processor": ("down.weight", "up.weight"),
+    "bare down": ("lora_down", "lora_up"),
+}
+Naming = Literal["original", "diffusers"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a kind of file names its tensors.
+
+    Attributes:
+        family: A key of `models.FAMILIES`.
+        source: Who writes or reports the naming.
+        start: What names begin with; if it ends in `_`, dots become underscores.
+        naming: Whose paths follow.
+        ends: A key of `ENDS`, or `lokr`.
+        alpha: None without `.alpha` tensors.
+        only: A pattern that the paths have.
+        renames: Patterns and what stands for them in the paths.
+        after: What follows each name.
+        flat: Whether dots become underscores; by default if `start` ends in one.
+        told: The family that has to be said, where names fit several and tiny models have no family's width.
+    """
+
+    family: str
+    source: str
+    start: str
+    naming: Naming = "diffusers"
+    ends: str = "A"
+    alpha: float | None = None
+    only: str = "blocks"
+    renames: tuple[tuple[str, str], ...] = ()
+    after: str = ""
+    flat: bool | None = None
+    told: str | None = None
+
+    def rows(self) -> tuple[Row, ...]:
+        """What the modules change."""
+        return matching(self.only, self.family, self.naming)
+
+    def name(self, path: str) -> str:
+        """A module's name in the file."""
+        for pattern, words in self.renames:
+            path = re.sub(pattern, words, path)
+        flat = self.start.endswith("_") if self.flat is None else self.flat
+        return self.start + (path.replace(".", "_") if flat else path) + self.after
+
+    def build(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors of such a file, and the change of each layer of the model."""
+        generator, shapes = torch.Generator().manual_seed(1), layers(self.family)
+        tensors: dict[str, Tensor] = {}
+        truth: dict[str, Tensor] = {}
+
+        def randn(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator) * 0.1
+
+        for row in self.rows():
+            name, sizes = self.name(row.original), [shapes[part][0] for part in row.parts]
+            out, (inner, *kernel) = sum(sizes), shapes[row.parts[0]][1:]
+            if self.ends == "lokr":
+                first, second = randn(2, 2), randn(out // 2, inner // 2)
+                tensors |= {f"{name}.lokr_w1": first, f"{name}.lokr_w2": second}
+                change = torch.kron(first, second)
+            else:
+                down, up = randn(RANK, inner, *kernel), randn(out, RANK, *(1 for _ in kernel))
+                ends = ENDS[self.ends]
+                tensors |= {f"{name}.{ends[0]}": down, f"{name}.{ends[1]}": up}
+                change = (up.flatten(1) @ down.flatten(1)) * (
+                    1.0 if self.alpha is None else self.alpha / RANK
+                )
+                change = change.view(out, inner, *kernel)
+            if self.alpha is not None:
+                tensors[f"{name}.alpha"] = torch.tensor(self.alpha)
+            if row.swapped:
+                change = change.roll(out // 2, 0)
+            truth |= {
+                part: piece.clone() for part, piece in zip(row.parts, torch.split(change, sizes), strict=True)
+            }
+        return tensors, truth
+
+
+_HUNYUAN: Final = (
+    (r"_attn\.", "_attn_"), (r"mlp\.0", "mlp.fc1"), (r"mlp\.2", "mlp.fc2"), (r"(mod|modulation)\.lin$", r"\1.linear"),
+)  # fmt: skip
+_ATTENTION: Final = r"blocks.*attn"
+_STREAMS: Final = r"^(double|single)_blocks"
+_PROCESSOR: Final = ((r"\.to_([qkv])$", r".processor.to_\1"), (r"\.to_out\.0$", ".processor.to_out"))
+
+_COMFY, _DIFFUSERS, _KIJAI = "Comfy-Org/ComfyUI#", "huggingface/diffusers#", "kijai/ComfyUI-WanVideoWrapper#"
+LAYOUTS: Final[dict[str, Layout]] = {
+    # Stable Diffusion 1.5
+    "sd15-kohya": Layout("sd15", "hako-mikan/sd-webui-lora-block-weight#97", "lora_unet_", "diffusers", "down", 1.0, "down_blocks.1.*attn"),
+    "sd15-locon": Layout("sd15", "bmaltais/kohya_ss#310", "lora_unet_", "diffusers", "down", 1.0, "down_blocks.0|mid_block.resnets"),
+    "sd15-diffusers": Layout("sd15", "diffusers' train_text_to_image_lora", "unet.", "diffusers", "A", None, "up_blocks.1.*attn"),
+    "sd15-peft": Layout("sd15", "PEFT's get_peft_model", "base_model.model.", "diffusers", "A", None, "mid_block.*attn"),
+    "sd15-processor": Layout("sd15", "LucianoCirino/efficiency-nodes-comfyui#104", "unet.", "diffusers", "lora.down", None, "mid_block.*attn[12].to_[qkv]"),
+    "sd15-comfy": Layout("sd15", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0, "middle_block|output_blocks.4"),
+    # SDXL
+    "sdxl-kohya": Layout("sdxl", f"{_COMFY}5655", "lora_unet_", "original", "down", 1.0, "input_blocks.[47].1"),
+    "sdxl-onetrainer": Layout("sdxl", "OneTrainer's SDXL", "lora_unet_", "diffusers", "down", 1.0, "down_blocks.1|mid_block"),
+    "sdxl-diffusers": Layout("sdxl", f"{_COMFY}1144", "unet.", "diffusers", "A", None, "up_blocks.0.*attn"),
+    "sdxl-kohya-extract": Layout("sdxl", "bmaltais/kohya_ss#3105", "lora_unet_", "original", "down", 2.0, "input_blocks|middle_block"),
+    "sdxl-lycoris": Layout("sdxl", "LyCORIS' full LoKr", "lora_unet_", "original", "lokr", FULL, "input_blocks.4.1.*attn"),
+    # Stable Diffusion 3.5
+    "sd3-kohya": Layout("sd3", "sd-scripts' lora_sd3", "lora_unet_", "original", "down", 1.0),
+    "sd3-diffusers": Layout("sd3", "diffusers' train_dreambooth_lora_sd3", "transformer.", "diffusers", "A", None, _ATTENTION),
+    "sd3-onetrainer": Layout("sd3", f"{_COMFY}3701", "lora_transformer_", "diffusers", "down", 1.0),
+    "sd3-comfy": Layout("sd3", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0),
+    "sd3-lycoris": Layout("sd3", "SimpleTuner's LyCORIS", "lycoris_", "diffusers", "lokr", FULL, r"blocks.*(ff\.|attn\.to_out)", told="sd3"),
+    # FLUX.1
+    "flux-kohya": Layout("flux", "sd-scripts' lora_flux", "lora_unet_", "original", "down", 1.0, _STREAMS),
+    "flux-aitoolkit": Layout("flux", "ostris/ai-toolkit#67", "transformer.", "diffusers"),
+    "flux-simpletuner": Layout("flux", "bghira/SimpleTuner#779", "transformer.base_model.model.", "diffusers", "lora.down", None, _ATTENTION),
+    "flux-onetrainer": Layout("flux", "OneTrainer's FLUX", "lora_transformer_", "diffusers", "down", 1.0),
+    "flux-bfl": Layout("flux", "BFL's control LoRAs", "", "original", "A", None, _STREAMS),
+    "flux-fal": Layout("flux", f"{_DIFFUSERS}9295", "diffusion_model.", "original", "A", None, _STREAMS),
+    "flux-trailing": Layout("flux", f"{_COMFY}4347", "lora_unet_", "diffusers", "down", 1.0, "blocks", (), "_"),
+    "flux-comfy": Layout("flux", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0),
+    "flux-xlabs": Layout(
+        "flux", f"{_DIFFUSERS}9914", "", "original", "of processor", None, r"double_blocks.*(qkv|proj)$",
+        ((r"img_attn\.(qkv|proj)$", r"processor.\1_lora1"), (r"txt_attn\.(qkv|proj)$", r"processor.\1_lora2")),
+    ),
+    "flux-bare": Layout("flux", "nunchaku's converted files", "transformer.", "diffusers", "bare down", None, _ATTENTION),
+    "flux-lokr": Layout("flux", f"{_COMFY}4476", "lycoris_", "diffusers", "lokr", FULL, r"blocks.*(ff\.|proj_out)"),
+    # FLUX.2
+    "flux2-bfl": Layout("flux2", f"{_DIFFUSERS}13484", "diffusion_model.", "original"),
+    "flux2-fal": Layout("flux2", f"{_DIFFUSERS}13484", "base_model.model.", "original"),
+    "flux2-kohya": Layout("flux2", "Nerogar/OneTrainer#1563", "lora_unet_", "original", "down", 1.0),
+    "flux2-diffusers": Layout("flux2", "xmarre/ComfyUI-DoRA-Dynamic-LoRA-Loader#24", "transformer.", "diffusers"),
+    "flux2-lycoris": Layout("flux2", "bghira/SimpleTuner#2439", "lycoris_", "diffusers", "lokr", FULL, r"single.*blocks"),
+    # Qwen-Image
+    "qwen-diffsynth": Layout("qwen", "modelscope/DiffSynth-Studio#886", "", "diffusers", "A.default"),
+    "qwen-lightning": Layout("qwen", "ModelTC/Qwen-Image-Lightning#52", "", "diffusers", "down", 1.0),
+    "qwen-musubi": Layout("qwen", "musubi-tuner's Qwen-Image", "lora_unet_", "diffusers", "down", 1.0),
+    "qwen-aitoolkit": Layout("qwen", "ai-toolkit's Qwen-Image", "diffusion_model.", "diffusers"),
+    "qwen-two-adapters": Layout("qwen", "PEFT's add_adapter under an adapter's name", "", "diffusers", "A.default_0.default"),
+    "qwen-named-adapter": Layout("qwen", "PEFT's add_adapter under an adapter's name", "transformer.", "diffusers", "A.lora_1"),
+    "qwen-dit": Layout("qwen", "DiffSynth's pipeline", "pipe.dit.", "diffusers", "A.default"),
+    "qwen-ddp": Layout("qwen", "torch's DistributedDataParallel", "module.", "diffusers"),
+    # WAN
+    "wan-musubi": Layout("wan", "musubi-tuner's WAN", "lora_unet_", "original", "down", 1.0),
+    "wan-pipe": Layout("wan", "tdrussell/diffusion-pipe#114", "diffusion_model.", "original"),
+    "wan-diffusers": Layout("wan", f"{_DIFFUSERS}11107", "transformer.", "diffusers"),
+    "wan-half-flat": Layout(
+        "wan", f"{_KIJAI}869", "lora_unet_", "original", "down", 1.0, r"^blocks.*attn", ((r"^blocks\.", "blocks_"),), flat=False
+    ),
+    "wan-diffsynth": Layout("wan", "nv-tlabs/ChronoEdit#22", "", "original", "A.default"),
+    "wan-fun": Layout("wan", "aigc-apps/VideoX-Fun", "lora_unet__", "original", "down", 1.0),
+    "wan-lycoris": Layout("wan", f"{_COMFY}8285", "lycoris_", "diffusers", "lokr", FULL),
+    "wan-compiled": Layout("wan", "torch.compile's wrapper", "_orig_mod.", "original"),
+    "wan-animate": Layout("wani2v", f"{_KIJAI}1421", "base_model.model.", "original"),
+    "wan-i2v-lightx2v": Layout("wani2v", f"{_KIJAI}909", "diffusion_model.", "original", "down", 1.0),
+    "wan-i2v-musubi": Layout("wani2v", "musubi-tuner's I2V", "lora_unet_", "original", "down", 1.0),
+    # Z-Image
+    "zimage-aitoolkit": Layout("zimage", "shootthesound/comfyUI-Realtime-Lora#16", "diffusion_model.", "diffusers", "A", None, "^layers"),
+    "zimage-fused": Layout("zimage", f"{_COMFY}11158", "diffusion_model.", "original", "A", None, "layers|refiner"),
+    "zimage-musubi": Layout("zimage", "kohya-ss/musubi-tuner#770", "lora_unet_", "diffusers", "down", 1.0, "^layers"),
+    "zimage-kohya": Layout("zimage", "musubi-tuner's conversion", "lora_unet_", "original", "down", 1.0, "^layers"),
+    "zimage-onetrainer": Layout("zimage", "Nerogar/OneTrainer#1563", "transformer.", "diffusers", "down", 1.0, "^layers"),
+    "zimage-net": Layout("zimage", "Diffusion-pipe's wrapper", "net.", "diffusers", "A", None, "^layers"),
+    # Lumina 2
+    "lumina2-kohya": Layout("lumina2", "sd-scripts' lora_lumina", "lora_unet_", "original", "down", 1.0, "layers|refiner"),
+    "lumina2-diffusers": Layout("lumina2", f"{_COMFY}7502", "transformer.", "diffusers", "A", None, "layers|refiner"),
+    # HunyuanVideo
+    "hunyuan-musubi": Layout("hunyuan", "kohya-ss/musubi-tuner#26", "lora_unet_", "original", "down", 1.0, _STREAMS, _HUNYUAN),
+    "hunyuan-comfy": Layout("hunyuan", "kijai/ComfyUI-HunyuanVideoWrapper#468", "diffusion_model.", "original", "down", 1.0, _STREAMS),
+    "hunyuan-i2v": Layout(
+        "hunyuan", "Tencent-Hunyuan/HunyuanVideo-I2V#61", "Hunyuan_video_I2V_lora_", "original", "down", 1.0, _STREAMS, _HUNYUAN
+    ),
+    "hunyuan-onetrainer": Layout("hunyuan", f"{_COMFY}6531", "lora_transformer_", "diffusers", "down", 1.0),
+    "hunyuan-diffusers": Layout("hunyuan", f"{_DIFFUSERS}10562", "transformer.", "diffusers"),
+    # Chroma
+    "chroma-aitoolkit": Layout("chroma", "ai-toolkit's Chroma", "diffusion_model.", "original"),
+    "chroma-kohya": Layout("chroma", "sd-scripts' Chroma", "lora_unet_", "original", "down", 1.0, _STREAMS),
+    "chroma-onetrainer": Layout("chroma", "OneTrainer's Chroma", "lora_transformer_", "diffusers", "down", 1.0),
+    # others
+    "ltx-finetrainers": Layout("ltx", "huggingface/finetrainers#133", "transformer.", "diffusers", told="ltx_video"),
+    "ltx-comfy": Layout("ltx", f"{_COMFY}14349", "diffusion_model.", "original", told="ltx_video"),
+    "ltx-diffsynth": Layout("ltx", f"{_COMFY}14349", "", "original", "A.default", None, _ATTENTION, told="ltx_video"),
+    "hidream-onetrainer": Layout("hidream", "Nerogar/OneTrainer#842", "transformer.", "diffusers", "down", 1.0, "stream"),
+    "hidream-aitoolkit": Layout("hidream", f"{_COMFY}7792", "diffusion_model.", "diffusers", "A", None, "stream"),
+    "pixart-peft": Layout("pixart", "PixArt-alpha's train_pixart_lora_hf", "base_model.model.", "diffusers", "A", None, "transformer_blocks", told="pixart"),
+    "sana-diffusers": Layout("sana", "diffusers' train_dreambooth_lora_sana", "transformer.", "diffusers", "A", None, "attn", told="sana"),
+    "cogvideox-diffusers": Layout("cogvideox", "diffusers' train_cogvideox_lora", "transformer.", "diffusers", told="cogvideox"),
+    "cogvideox-fun": Layout("cogvideox", "kijai/ComfyUI-CogVideoXWrapper#86", "lora_unet__", "diffusers", "down", 1.0, told="cogvideox"),
+    "mochi-diffusers": Layout("mochi", "finetrainers' Mochi", "transformer.", "diffusers", "A", None, "attn"),
+    "mochi-comfy": Layout("mochi", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0),
+    "auraflow-simpletuner": Layout("auraflow", f"{_COMFY}4060", "transformer.", "diffusers"),
+    "auraflow-comfy": Layout("auraflow", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0, "layers"),
+    "cosmos-kohya": Layout("cosmos", f"{_COMFY}13747", "lora_unet_", "original", "down", 1.0),
+    "cosmos-pipe": Layout("cosmos", "diffusion-pipe's Cosmos-Predict2", "diffusion_model.", "original"),
+}  # fmt: skip

@@ -1,0 +1,138 @@
+"""Every layer's change of a LoRA file as people have it arrives: in a folder, a single file, a live model, a converted file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sigmascope import convert_lora, load_lora, merge_into_checkpoint, merge_into_model
+
+from .layouts import LAYOUTS, Layout
+from .models import FAMILIES, layers, rows, single_file, tiny
+
+NO_ORIGINAL = {"cogvideox"}  # whose original files are those of another library
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def folder_of(family: str, files: Path) -> Path:
+    folder = files / family
+    if not folder.exists():
+        tiny(family).save_pretrained(folder)  # type: ignore[operator]
+    return folder
+
+
+def single_of(family: str, files: Path) -> Path:
+    single = files / f"{family}.safetensors"
+    if not single.exists():
+        save_file(single_file(family), single)
+    return single
+
+
+def written(layout: Layout, folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    tensors, truth = layout.build()
+    file = folder / "lora.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    assert len(truth) > 2
+    return file, truth
+
+
+def unlike(before: dict[str, Tensor], after: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
+    """Layers whose weight did not become what it should, those that should be as they were included."""
+    return [
+        key
+        for key, weight in before.items()
+        if not close(after[key] - weight, truth.get(key.removesuffix(".weight"), torch.zeros_like(weight)))
+    ]
+
+
+def close(change: Tensor, wanted: Tensor) -> bool:
+    return change.shape == wanted.shape and bool((change - wanted).norm() <= 1e-3 * wanted.norm())
+
+
+def in_original(family: str, truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    shapes = layers(family)
+    return {
+        row.original: row.joined({part: truth.get(part, torch.zeros(shapes[part])) for part in row.parts})
+        for row in rows(family)
+        if any(part in truth for part in row.parts)
+    }
+
+
+def factors_of(file: Path) -> dict[str, Tensor]:
+    """The changes of a PEFT file by diffusers' names."""
+    tensors = load_file(file)
+    changes = {}
+    for key, down in tensors.items():
+        name, end, _ = key.partition(".lora_A.weight")
+        if end:
+            up = tensors[f"{name}.lora_B.weight"]
+            change = up.flatten(1) @ down.flatten(1)
+            changes[name.partition(".")[2]] = change.view(len(up), *down.shape[1:])
+    return changes
+
+
+FAST = ("flux-kohya", "qwen-dit", "wan-half-flat", "hunyuan-i2v", "zimage-fused")  # the others take seconds
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
+)
+def test_every_layer_gets_its_change(name: str, files: Path, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    file, truth = written(layout, tmp_path)
+    model, merged = tiny(layout.family), tmp_path / "merged.safetensors"
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    wrong = {}
+    merge_into_checkpoint([file], folder_of(layout.family, files), merged)
+    wrong["folder"] = unlike(before, load_file(merged), truth)
+    if layout.family not in NO_ORIGINAL:
+        merge_into_checkpoint([file], single_of(layout.family, files), merged)
+        wrong["single"] = unlike(
+            single_file(layout.family), load_file(merged), in_original(layout.family, truth)
+        )
+    if layout.ends != "lokr":
+        with merge_into_model(model, load_lora(file)):
+            wrong["live"] = unlike(before, model.state_dict(), truth)
+    assert not any(wrong.values()), wrong
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_converted_to_peft_every_layer_has_its_change(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    file, truth = written(layout, tmp_path)
+    convert_lora(
+        file,
+        tmp_path / "peft.safetensors",
+        "peft",
+        rank=9999 if layout.ends == "lokr" else None,
+        family=layout.told,
+    )
+    changes = factors_of(tmp_path / "peft.safetensors")
+    assert changes.keys() == truth.keys()
+    assert [path for path, change in changes.items() if not close(change, truth[path])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.ends != "lokr"])
+@pytest.mark.parametrize("format", ["kohya", "comfyui"])
+def test_converted_there_and_back_nothing_is_lost(name: str, format: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    file, truth = written(layout, tmp_path)
+    convert_lora(file, tmp_path / "there.safetensors", format, family=layout.told)
+    convert_lora(tmp_path / "there.safetensors", tmp_path / "peft.safetensors", "peft", family=layout.told)
+    naming = FAMILIES[layout.family].kohya if format == "kohya" else "original"
+    paths = in_original(layout.family, truth) if naming == "original" else truth
+    start = {"kohya": "lora_unet_", "comfyui": "diffusion_model."}[format]
+    named = {start + (path.replace(".", "_") if format == "kohya" else path) for path in paths}
+    there = load_file(tmp_path / "there.safetensors")
+    names = {key.partition(".lora_")[0] for key in there if ".lora_" in key}
+    assert names == named or layout.family in NO_ORIGINAL
+    changes = factors_of(tmp_path / "peft.safetensors")
+    lost = {path for path, change in truth.items() if path not in changes or not close(changes[path], change)}
+    assert lost == set()
