@@ -5,7 +5,8 @@ several LoRAs without their model. All of them leave the tensors in their files.
 
 If one side has a fused matrix and the other its parts, a change is divided or joined exactly (`divided`, `joined`). The
 rows of a fused matrix W = [W₁; W₂; …] are those of its parts. ΔW = up·down divides by the rows of `up`, all parts
-sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their ranks.
+sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their ranks. LoHa, LoKr and
+Tucker changes are formed, and become whole differences of the parts or of the fused matrix.
 """
 
 from collections import defaultdict
@@ -17,7 +18,7 @@ from typing import Final
 import torch
 
 from sigmascope.errors import LoraFormatError
-from sigmascope.lora.adapters import WeightChange
+from sigmascope.lora.adapters import DiffChange, WeightChange, form_delta
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, Row, UnetBlocks, row_of_diffusers, row_of_original
 from sigmascope.lora.families.unet import SDXL_BLOCKS
@@ -36,6 +37,8 @@ from sigmascope.lora.module_names import (
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
 _TEXT_MODEL: Final = "text_model."
+_FORMED: Final = frozenset({"loha", "lokr", "tucker", "diff"})
+"""Kinds of changes that can be formed without the base, and so divided or joined."""
 _FLUX_MLP_RATIO = 4  # of the feed-forward part of FLUX' single blocks
 
 
@@ -154,7 +157,7 @@ def _fused_recipes(
     recipes: dict[str, _Recipe] = {}
     joins: defaultdict[str, list[tuple[str, str, Row]]] = defaultdict(list)
     for name in names:
-        if name not in lora.modules:
+        if name not in lora.modules and lora.kind_of(name) not in _FORMED:
             continue
         for part, path, family in _candidates(name, layout):
             whole, single = row_of_original(family, path), row_of_diffusers(family, path)
@@ -188,14 +191,35 @@ def _candidates(name: str, layout: ModelLayout) -> Iterator[tuple[Part, str, str
 
 def _made_by(lora: LoraFile, recipes: Mapping[str, _Recipe]) -> LoraFile:
     """The LoRA under the layers' names, each change read when it is asked for."""
-    plain = {layer: recipe for layer, recipe in recipes.items() if recipe.names[0] in lora.modules}
-    others = {layer: recipe.names[0] for layer, recipe in recipes.items() if layer not in plain}
+    plain = {layer: recipe for layer, recipe in recipes.items() if lora.modules.keys() >= {*recipe.names}}
+    others = {layer: recipe for layer, recipe in recipes.items() if layer not in plain}
     return replace(
         lora,
         modules=LazyDict(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
-        changes=LazyDict(others, lora.changes.__getitem__),
+        changes=LazyDict(others, lambda recipe: _change_by_recipe(lora, recipe)),
         facts={layer: _facts_by_recipe(lora, recipe) for layer, recipe in recipes.items()},
     )
+
+
+def _change_by_recipe(lora: LoraFile, recipe: _Recipe) -> WeightChange:
+    """A change of another kind as it is, or as a whole difference where it is divided or joined."""
+    if recipe.row is None:
+        return lora.changes[recipe.names[0]]
+    formed = [form_delta(name, lora.change(name)).to(torch.float32) for name in recipe.names]
+    row, (out, inner) = recipe.row, (len(formed[0]), prod(formed[0].shape[1:]))
+    if row.swapped:
+        (whole,) = formed
+        return DiffChange({"diff": whole.roll(out // 2, dims=0) if row.swaps(out, inner) else whole}, 1.0)
+    if recipe.joins:
+        parts = dict(zip(recipe.parts, formed, strict=True))
+        sizes = joined_sizes({part: len(change) for part, change in parts.items()}, row, inner)
+        rows = [
+            parts.get(part, formed[0].new_zeros(size, *formed[0].shape[1:]))
+            for part, size in zip(row.parts, sizes, strict=True)
+        ]
+        return DiffChange({"diff": torch.cat(rows)}, 1.0)
+    pieces = torch.split(formed[0], part_sizes(formed[0].shape, row))
+    return DiffChange({"diff": pieces[row.parts.index(recipe.parts[0])].clone()}, 1.0)
 
 
 def _factors_by_recipe(lora: LoraFile, recipe: _Recipe) -> LoraFactors:
@@ -219,6 +243,8 @@ def _facts_by_recipe(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
         out = dict(zip(recipe.row.parts, part_sizes(first.weight_shape, recipe.row), strict=True))[
             recipe.parts[0]
         ]
+    if not lora.modules.keys() >= {*recipe.names}:
+        return ModuleFacts("diff", (out, *width), None, out * prod(width))
     rank = sum(ranks)
     return ModuleFacts("lora", (out, *width), rank, rank * (out + prod(width)))
 

@@ -131,7 +131,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "sd3-diffusers": Layout("sd3", "diffusers' train_dreambooth_lora_sd3", "transformer.", "diffusers", "A", None, _ATTENTION),
     "sd3-onetrainer": Layout("sd3", f"{_COMFY}3701", "lora_transformer_", "diffusers", "down", 1.0),
     "sd3-comfy": Layout("sd3", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0),
-    "sd3-lycoris": Layout("sd3", "SimpleTuner's LyCORIS", "lycoris_", "diffusers", "lokr", FULL, r"blocks.*(ff\.|attn\.to_out)", told="sd3"),
+    "sd3-lycoris": Layout("sd3", "SimpleTuner's LyCORIS", "lycoris_", "diffusers", "lokr", FULL),
     # FLUX.1
     "flux-kohya": Layout("flux", "sd-scripts' lora_flux", "lora_unet_", "original", "down", 1.0, _STREAMS),
     "flux-aitoolkit": Layout("flux", "ostris/ai-toolkit#67", "transformer.", "diffusers"),
@@ -146,13 +146,14 @@ LAYOUTS: Final[dict[str, Layout]] = {
         ((r"img_attn\.(qkv|proj)$", r"processor.\1_lora1"), (r"txt_attn\.(qkv|proj)$", r"processor.\1_lora2")),
     ),
     "flux-bare": Layout("flux", "nunchaku's converted files", "transformer.", "diffusers", "bare down", None, _ATTENTION),
-    "flux-lokr": Layout("flux", f"{_COMFY}4476", "lycoris_", "diffusers", "lokr", FULL, r"blocks.*(ff\.|proj_out)"),
+    "flux-lokr": Layout("flux", f"{_COMFY}4476", "lycoris_", "diffusers", "lokr", FULL),
+    "flux-lokr-fused": Layout("flux", f"{_COMFY}4476", "diffusion_model.", "original", "lokr", FULL),
     # FLUX.2
     "flux2-bfl": Layout("flux2", f"{_DIFFUSERS}13484", "diffusion_model.", "original"),
     "flux2-fal": Layout("flux2", f"{_DIFFUSERS}13484", "base_model.model.", "original"),
     "flux2-kohya": Layout("flux2", "Nerogar/OneTrainer#1563", "lora_unet_", "original", "down", 1.0),
     "flux2-diffusers": Layout("flux2", "xmarre/ComfyUI-DoRA-Dynamic-LoRA-Loader#24", "transformer.", "diffusers"),
-    "flux2-lycoris": Layout("flux2", "bghira/SimpleTuner#2439", "lycoris_", "diffusers", "lokr", FULL, r"single.*blocks"),
+    "flux2-lycoris": Layout("flux2", "bghira/SimpleTuner#2439", "lycoris_", "diffusers", "lokr", FULL),
     # Qwen-Image
     "qwen-diffsynth": Layout("qwen", "modelscope/DiffSynth-Studio#886", "", "diffusers", "A.default"),
     "qwen-lightning": Layout("qwen", "ModelTC/Qwen-Image-Lightning#52", "", "diffusers", "down", 1.0),
@@ -182,6 +183,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "zimage-musubi": Layout("zimage", "kohya-ss/musubi-tuner#770", "lora_unet_", "diffusers", "down", 1.0, "^layers"),
     "zimage-kohya": Layout("zimage", "musubi-tuner's conversion", "lora_unet_", "original", "down", 1.0, "^layers"),
     "zimage-onetrainer": Layout("zimage", "Nerogar/OneTrainer#1563", "transformer.", "diffusers", "down", 1.0, "^layers"),
+    "zimage-lokr": Layout("zimage", f"{_COMFY}10973", "diffusion_model.", "diffusers", "lokr", FULL, "^layers"),
     "zimage-net": Layout("zimage", "Diffusion-pipe's wrapper", "net.", "diffusers", "A", None, "^layers"),
     # Lumina 2
     "lumina2-kohya": Layout("lumina2", "sd-scripts' lora_lumina", "lora_unet_", "original", "down", 1.0, "layers|refiner"),
