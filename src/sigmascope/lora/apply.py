@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from xxhash import xxh3_128, xxh3_128_digest
 
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
@@ -112,9 +113,11 @@ def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ..
         aligned = _aligned(model, lora.only(frozenset(names)), layers)
         own = aligned.lora
         fitting[part] = frozenset(
-            name for name in own.modules if same_matrix(own.shape_of(name), weight_shape_of(layers[name]))
+            name
+            for name in own.names
+            if name in layers and same_matrix(own.shape_of(name), weight_shape_of(layers[name]))
         )
-        if fitting[part] and len(fitting[part]) == len(own.modules) and not aligned.unmatched:
+        if fitting[part] and len(fitting[part]) == len(own.names) and not aligned.unmatched:
             complete.append(part)
     for part, other in combinations(complete, 2):
         if fitting[part] & fitting[other]:
@@ -155,13 +158,19 @@ class LoraTarget:
 
     Attributes:
         names: The LoRA modules for this weight; several if layers share it.
-        factors: The change.
+        change: What is added to the weight, in its shape if it is plain factors.
         layers: Every layer that holds the weight.
     """
 
     names: tuple[str, ...]
-    factors: LoraFactors
+    change: LoraFactors | WeightChange
     layers: tuple[Layer, ...]
+
+    @property
+    def factors(self) -> LoraFactors:
+        """The change of a LoRA of plain factors."""
+        assert isinstance(self.change, LoraFactors)  # `match_modules` refuses others, unless they are merged
+        return self.change
 
     @property
     def name(self) -> str:
@@ -458,7 +467,7 @@ def merge_into_model(
 
     Args:
         model: As for `attach_lora`.
-        lora: The changes.
+        lora: The changes, of any kind: LoHa, LoKr, DoRA and whole differences too.
         scale: Strength. At 0 no weight is touched.
         compute_dtype: float32 or float64.
 
@@ -473,7 +482,7 @@ def merge_into_model(
     """
     finite_scale(scale)
     lora, left_out = _for_this_model(model, lora)
-    targets = match_modules(model, lora)
+    targets = match_modules(model, lora, any_kind=True)
     _require_mergeable(targets)
     _log_unapplied(model, lora, left_out)
     return MergedLora(targets, scale, compute_dtype, left_out)
@@ -497,7 +506,7 @@ def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
                 f"{target.name} was created under torch.inference_mode and cannot be changed outside it.",
                 hint="Use attach_lora, which leaves the weights as they are, or load the model under torch.no_grad.",
             )
-        if not weight.is_floating_point() or tuple(weight.shape) != target.factors.weight_shape:
+        if not weight.is_floating_point() or tuple(weight.shape) != weight_shape_of(target.layers[0]):
             raise ModelMismatchError(
                 f"{target.name} is quantised: its weight is stored as {weight.dtype} {tuple(weight.shape)}.",
                 hint="Use attach_lora, which leaves the weights as they are.",
@@ -616,10 +625,15 @@ class ChangedWeight:
         Raises:
             NonFiniteError: The weight would hold NaN or Inf.
         """
-        weight, factors = target.weight.detach(), target.factors
+        weight, change = target.weight.detach(), target.change
         compute = at_least_float32(compute_dtype, weight.dtype)
         place = where_float64_is(weight) if compute == torch.float64 else weight
-        up, down = (factor.to(place.device, compute) for factor in (factors.up, factors.down))
+        strength, down = scale, None
+        if isinstance(change, LoraFactors):
+            strength = scale * change.scale
+            up, down = (factor.to(place.device, compute) for factor in (change.up, change.down))
+        else:
+            up = _formed(change, place, compute).to(place.device).reshape(len(place), -1)
         on_cpu = weight.device.type == "cpu"
         values = place.contiguous().view(len(up), -1)
         original = copy.view(values.shape)
@@ -631,7 +645,10 @@ class ChangedWeight:
                 old.copy_(piece)
                 kept += len(old)
                 wide = piece if piece.dtype == compute else piece.to(compute)
-                add_product(wide, part, down, scale * factors.scale)
+                if down is None:
+                    wide.add_(part, alpha=strength)
+                else:
+                    add_product(wide, part, down, strength)
                 if wide is not piece:
                     wide.copy_(piece.copy_(wide))
                 # A finite sum proves finite values, ten times faster; a sum that overflows proves nothing.
@@ -681,6 +698,13 @@ class ChangedWeight:
         return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
 
 
+def _formed(change: LoraFactors | WeightChange, weight: Tensor, compute: torch.dtype) -> Tensor:
+    """The change of a weight; DoRA's depends on it."""
+    if isinstance(change, LoraFactors):
+        return change.delta(compute)
+    return change.delta(weight.detach().to(compute), compute)
+
+
 def checksum_of(tensor: Tensor, method: ChecksumMethod | None = None) -> tuple[ChecksumMethod, bytes]:
     """A checksum of the tensor's bytes, computed at about memory speed.
 
@@ -725,7 +749,7 @@ def require_restorable(changes: Sequence[ChangedWeight]) -> None:
         )
 
 
-def match_modules(model: Any, lora: LoraFile) -> list[LoraTarget]:
+def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list[LoraTarget]:
     """Find the layer of every LoRA module; if one is missing, none is returned.
 
     Names may be those of the model's checkpoint, or of any format that `align` understands. Path parts that
@@ -734,7 +758,8 @@ def match_modules(model: Any, lora: LoraFile) -> list[LoraTarget]:
 
     Args:
         model: A module, or a pipeline with `components`, whose layers' names begin with the component's.
-        lora: At least one module, and no changes of other kinds.
+        lora: At least one module, and no changes of other kinds unless `any_kind`.
+        any_kind: Whether changes that are more than up and down factors are targets too.
 
     Returns:
         A target for each weight, in the LoRA's order. Layers that share one weight are one target.
@@ -742,14 +767,18 @@ def match_modules(model: Any, lora: LoraFile) -> list[LoraTarget]:
     Raises:
         ModelMismatchError: A module has no layer, or its layer has another kind or shape, or two modules change one
             shared weight differently. The message counts all of them and names the first few.
-        LoraFormatError: The LoRA holds LoHa, LoKr, DoRA, Tucker cores or whole differences.
+        LoraFormatError: The LoRA holds LoHa, LoKr, DoRA, Tucker cores or whole differences, and not `any_kind`.
     """
-    _require_plain(lora)
+    if not any_kind:
+        _require_plain(lora)
+    if not lora.names:
+        raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
     layers = dict(layers_of(model))
-    cut = _prefix_to_cut(lora.modules, layers)
-    if any(name.removeprefix(cut) not in layers for name in lora.modules):
+    cut = _prefix_to_cut(lora.names, layers)
+    if any(name.removeprefix(cut) not in layers for name in lora.names):
         aligned = _aligned(model, lora, layers)
-        _require_present(model, lora, aligned.unmatched, layers)
+        lost = [name for path in aligned.lora.names if path not in layers for name in aligned.sources[path]]
+        _require_present(model, lora, [*aligned.unmatched, *lost], layers)
         lora = aligned.lora
     _require_fitting(lora, layers, cut)
     return _targets(lora, layers, cut)
@@ -761,10 +790,8 @@ def _require_plain(lora: LoraFile) -> None:
         changes = [f"{name} ({lora.kind_of(name)})" for name in lora.changes]
         raise LoraFormatError(
             f"{counted(len(lora.changes), 'module')} of {lora} {'is' if len(lora.changes) == 1 else 'are'} more than up and down factors: {first_few(changes)}.",
-            hint="Merge the LoRA into the model's checkpoint (sigmascope lora merge), and load the result.",
+            hint="Use merge_into_model, which forms them, or merge into the checkpoint (sigmascope lora merge).",
         )
-    if not lora.modules:
-        raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
 
 
 def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
@@ -819,13 +846,13 @@ def _describe_missing(name: str, layers: Mapping[str, Layer], others: Mapping[st
 
 def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> None:
     wrong: list[str] = []
-    for name, factors in lora.modules.items():
-        layer = layers[name.removeprefix(cut)]
+    for name in lora.names:
+        layer, own = layers[name.removeprefix(cut)], lora.shape_of(name)
         shape = weight_shape_of(layer)
         if not isinstance(layer, nn.Linear) and layer.groups > 1:
             wrong.append(f"{name} is a grouped convolution ({layer.groups} groups), which is not supported")
-        elif not same_matrix(shape, factors.weight_shape):
-            wrong.append(f"{name} is {factors.weight_shape} in the LoRA and {shape} in the model")
+        elif not same_matrix(shape, own):
+            wrong.append(f"{name} is {own} in the LoRA and {shape} in the model")
     if wrong:
         raise ModelMismatchError(
             f"{len(wrong)} of {counted(len(lora), 'module')} of {lora} {'does' if len(wrong) == 1 else 'do'} not fit: {first_few(wrong, between='; ')}.",
@@ -838,7 +865,7 @@ def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[Lora
     for layer in layers.values():
         sharing.setdefault(weight_identity(layer), []).append(layer)
     names_by_weight: dict[int, list[str]] = {}
-    for name in lora.modules:
+    for name in lora.names:
         names_by_weight.setdefault(weight_identity(layers[name.removeprefix(cut)]), []).append(name)
     return [
         LoraTarget(
@@ -848,15 +875,18 @@ def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[Lora
     ]
 
 
-def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors:
-    """The change that all modules of one weight agree on, in the layer's own shape."""
-    first, *others = (lora.modules[name] for name in names)
-    if any(not torch.allclose(first.delta(), other.delta()) for other in others):
-        raise ModelMismatchError(
-            f"{', '.join(names)} share one weight in the model, but {lora} changes them differently.",
-            hint="Untie the weights before applying this LoRA.",
-        )
-    return replace(first, weight_shape=weight_shape_of(layer))
+def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors | WeightChange:
+    """The change that all modules of one weight agree on, in the layer's own shape if it is plain factors."""
+    first, *others = (lora.change(name) for name in names)
+    if others:
+        whole = _formed(first, layer.weight, torch.float32).flatten()
+        formed = (_formed(other, layer.weight, torch.float32).flatten() for other in others)
+        if any(not torch.allclose(whole, other) for other in formed):
+            raise ModelMismatchError(
+                f"{', '.join(names)} share one weight in the model, but {lora} changes them differently.",
+                hint="Untie the weights before applying this LoRA.",
+            )
+    return replace(first, weight_shape=weight_shape_of(layer)) if isinstance(first, LoraFactors) else first
 
 
 def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
