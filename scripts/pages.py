@@ -88,11 +88,27 @@ def verdicts() -> Iterator[str]:
         yield f"| `{name}` | {row.severity} | {shown} | {OF_THE_ERROR.get(name) or advice} |"
 
 
+def layouts() -> Iterator[str]:
+    """A row for each family: the beginnings of names that the tests read, by whose names follow, and what they hold them to."""
+    sys.path.insert(0, str(PACKAGE.parents[1]))
+    from tests.lora.wild.layouts import proven
+
+    yield "| family | diffusers' names after | original names after | folder | single file | live | to peft | to kohya, comfyui and back |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for family, starts, counts in proven():
+        yield f"| {' | '.join((family, *starts, *counts))} |"
+
+
 OF_THE_ERROR = {
     "lora_unreadable": "What the error says.",
     "lora_matches_nothing": "What the most frequent reason says.",
 }
-KEPT = {"commands.md": commands, "lora-does-nothing.md": verdicts, "performance.md": findings}
+KEPT = {
+    "commands.md": commands,
+    "lora-does-nothing.md": verdicts,
+    "lora-files.md": layouts,
+    "performance.md": findings,
+}
 """What the repository keeps, by page; it stands between two markers."""
 
 

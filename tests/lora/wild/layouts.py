@@ -5,6 +5,7 @@ from the names in `models`, which are independent of the families' records.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -217,3 +218,41 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "cosmos-kohya": Layout("cosmos", f"{_COMFY}13747", "lora_unet_", "original", "down", 1.0),
     "cosmos-pipe": Layout("cosmos", "diffusion-pipe's Cosmos-Predict2", "diffusion_model.", "original"),
 }  # fmt: skip
+
+
+NO_ORIGINAL: Final = {"cogvideox"}
+"""Families whose original files are another library's."""
+TITLES: Final = {
+    "sd15": "Stable Diffusion 1.5", "sdxl": "SDXL", "sd3": "Stable Diffusion 3.5", "flux": "FLUX.1", "flux2": "FLUX.2",
+    "qwen": "Qwen-Image", "wan": "WAN 2.1, 2.2", "wani2v": "WAN I2V", "zimage": "Z-Image", "lumina2": "Lumina 2",
+    "hunyuan": "HunyuanVideo", "chroma": "Chroma", "ltx": "LTX-Video", "hidream": "HiDream", "pixart": "PixArt", "sana": "Sana",
+    "cogvideox": "CogVideoX", "mochi": "Mochi", "auraflow": "AuraFlow", "cosmos": "Cosmos Predict 2",
+}  # fmt: skip
+
+
+def merged_into_single_files(layout: Layout) -> bool:
+    """Whether the family has such files."""
+    return layout.family not in NO_ORIGINAL
+
+
+def goes_back(layout: Layout) -> bool:
+    """Whether it is converted to kohya's and ComfyUI's format and back: plain factors are."""
+    return layout.ends != "lokr"
+
+
+def proven() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Of each family: its title, the beginnings of names by whose names follow, and how many layouts each test holds."""
+    for family, title in TITLES.items():
+        own = [layout for layout in LAYOUTS.values() if layout.family == family]
+        starts = [
+            " ".join(dict.fromkeys(f"`{one.start or '(nothing)'}`" for one in own if one.naming == naming))
+            or "–"
+            for naming in ("diffusers", "original")
+        ]
+        total = len(own)
+        single, back = sum(map(merged_into_single_files, own)), sum(map(goes_back, own))
+        yield (
+            title,
+            starts,
+            [f"{count} of {total}" if count else "–" for count in (total, single, total, total, back)],
+        )

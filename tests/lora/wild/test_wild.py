@@ -9,10 +9,8 @@ from torch import Tensor
 
 from sigmascope import convert_lora, load_lora, merge_into_checkpoint, merge_into_model
 
-from .layouts import LAYOUTS, Layout
+from .layouts import LAYOUTS, NO_ORIGINAL, Layout, goes_back, merged_into_single_files
 from .models import FAMILIES, layers, rows, single_file, tiny
-
-NO_ORIGINAL = {"cogvideox"}  # whose original files are those of another library
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +89,7 @@ def test_every_layer_gets_its_change(name: str, files: Path, tmp_path: Path) -> 
     wrong = {}
     merge_into_checkpoint([file], folder_of(layout.family, files), merged)
     wrong["folder"] = unlike(before, load_file(merged), truth)
-    if layout.family not in NO_ORIGINAL:
+    if merged_into_single_files(layout):
         merge_into_checkpoint([file], single_of(layout.family, files), merged)
         wrong["single"] = unlike(
             single_file(layout.family), load_file(merged), in_original(layout.family, truth)
@@ -118,7 +116,7 @@ def test_converted_to_peft_every_layer_has_its_change(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.ends != "lokr"])
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if goes_back(layout)])
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])
 def test_converted_there_and_back_nothing_is_lost(name: str, format: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
