@@ -20,7 +20,7 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeError
 from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, layout_of
+from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, is_layer_of, layout_of
 from sigmascope.lora.families.known import PARTS_BY_ENCODER
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
@@ -49,7 +49,9 @@ _BIAS: Final = ".bias"
 Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
 
-_REASONS_WITHOUT_NEAREST: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
+_REASONS_WITHOUT_NEAREST: Final = frozenset(
+    {"text_encoder_missing", "part_missing", "layer_missing", "twice"}
+)
 _PART_TITLES: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
 _NUMBER: Final = re.compile(r"\d+")
 _MAX_PREFIX_WORDS: Final = 4
@@ -196,6 +198,7 @@ class MismatchReasons:
             self._of_part(parsed)
             or self._of_family(parsed)
             or self._of_block(name, parsed)
+            or self._of_variant(parsed)
             or self._of_prefix(name)
             or Mismatch("unknown", self._unknown(name))
         )
@@ -258,6 +261,14 @@ class MismatchReasons:
                     f"the model has this layer in {blocks} blocks, but not in {block_of_module(name)}",
                 )
         return None
+
+    def _of_variant(self, parsed: ModuleName) -> Mismatch | None:
+        path = parsed.dotted("denoiser")
+        if path is None or not is_layer_of(self._model_family, path):
+            return None
+        return Mismatch(
+            "layer_missing", f"some {title_of(self._model_family)} models have this layer, not this one"
+        )
 
     def _of_prefix(self, name: str) -> Mismatch | None:
         rest, cut = name, ""

@@ -28,6 +28,7 @@ Reason = Literal[
     "part_missing",
     "prefix",
     "block_missing",
+    "layer_missing",
     "twice",
     "unknown",
 ]
@@ -115,6 +116,14 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
         "is for a block that the model does not have",
         "are for blocks that the model does not have",
+    ),
+    "lora_layer_missing": VerdictRow(
+        "warning",
+        _OF_MODULES,
+        "All else applies. WAN 2.2, for example, has no image attention, which LoRAs of WAN 2.1's I2V model change. Leave these "
+        "modules out: lora merge --allow_unmatched, or lora convert --model MODEL --drop_unsupported.",
+        "is for a layer that the model's family has, but this variant does not",
+        "are for layers that the model's family has, but this variant does not",
     ),
     "lora_twice": VerdictRow(
         "error",

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sigmascope import convert_lora, load_lora, merge_into_checkpoint, merge_into_model
+from sigmascope import convert_lora, judge_lora, load_lora, merge_into_checkpoint, merge_into_model
 
 from .layouts import LAYOUTS, NO_ORIGINAL, Layout, goes_back, merged_into_single_files
 from .models import FAMILIES, layers, rows, single_file, tiny
@@ -158,3 +158,13 @@ def test_dora_and_loha_merge_into_a_live_model(tmp_path: Path) -> None:
         after["blocks.0.attn1.to_k.weight"], key + 0.5 * (first @ second) * (third @ fourth)
     )
     assert torch.equal(torch_model.state_dict()[f"{layer}.weight"], weight)
+
+
+def test_layers_that_only_another_variant_has_are_named_so(tmp_path: Path) -> None:
+    file, truth = written(
+        LAYOUTS["wan-i2v-lightx2v"], tmp_path
+    )  # of WAN 2.1 I2V, on a model without image attention
+    verdict = judge_lora(file, tiny("wan"))
+    lacking = sum("add_" in path for path in truth)
+    assert verdict.reasons == {"layer_missing": lacking}
+    assert len(verdict.matched) == len(truth) - lacking
