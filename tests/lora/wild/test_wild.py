@@ -75,7 +75,8 @@ def factors_of(file: Path) -> dict[str, Tensor]:
     return changes
 
 
-FAST = ("flux-kohya", "qwen-dit", "wan-half-flat", "hunyuan-i2v", "zimage-fused")  # the others take seconds
+FAST = ("wan-half-flat", "hunyuan-i2v", "zimage-fused")  # all take seconds
+UNETS = ("sd15", "sdxl")  # a hundred layers and more
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,10 @@ def test_every_layer_gets_its_change(name: str, files: Path, tmp_path: Path) -> 
     assert not any(wrong.values()), wrong
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if one.family in UNETS else ()) for n, one in LAYOUTS.items()],
+)
 def test_converted_to_peft_every_layer_has_its_change(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     file, truth = written(layout, tmp_path)
