@@ -156,11 +156,7 @@ def test_factors_that_do_not_fit_together_are_refused_by_name(
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
-        ("oft_blocks", "OFT"),
-        ("boft_R", "BOFT"),
-        ("a1.weight", "GLoRA"),
-        ("on_input", "IA³"),
-        ("vera_lambda_d", "VeRA"),
+        ("bm.weight", "GLoRA"),
         ("lora_E", "AdaLoRA"),
         ("reshape_weight", "another size"),
     ],
@@ -170,6 +166,17 @@ def test_kinds_that_are_not_read_are_refused_by_key(
 ) -> None:
     save_file({**tensors, f"{LINEAR}.{key}": torch.ones(2, 2)}, tmp_path / "a.safetensors")
     with pytest.raises(LoraFormatError, match=rf"{LINEAR}\.{key} holds .*{kind}"):
+        load_lora(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("oft_blocks", "oft"), ("boft_R", "boft"), ("a1.weight", "glora"), ("ia3_l", "ia3")]
+)
+def test_two_kinds_in_one_module_are_refused_by_name(
+    tensors: dict[str, Tensor], tmp_path: Path, key: str, kind: str
+) -> None:
+    save_file({**tensors, f"{LINEAR}.{key}": torch.ones(2, 2)}, tmp_path / "a.safetensors")
+    with pytest.raises(LoraFormatError, match=rf"{LINEAR} is lora and {kind} at once"):
         load_lora(tmp_path / "a.safetensors")
 
 

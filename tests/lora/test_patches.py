@@ -125,10 +125,11 @@ def test_boft_of_one_stage_turns_pairs_of_halves(randn: Randn, make_patch: MakeP
 
 
 def test_rotations_leave_the_length_of_a_weight(randn: Randn, make_patch: MakePatch) -> None:
-    from sigmascope.lora.patches import boft_change
+    from sigmascope.lora.kinds.boft import butterfly
+    from sigmascope.lora.kinds.oft import cayley
 
     weight = randn(16, 6).double()
-    turned = weight + boft_change(weight, randn(2, 4, 4, 4).double(), None, 0.0, 1.0)
+    turned = butterfly(weight, cayley(randn(2, 4, 4, 4).double(), 0.0), 1.0)
     assert norm(turned) == pytest.approx(norm(weight), rel=1e-12)
     assert norm(turned - weight) > 0.1 * norm(weight)
 

@@ -129,7 +129,13 @@ def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> Ch
     aligned = align(lora, tuple(paths), layout)
     names = {paths[path]: path for path in aligned.lora.names if path in paths}
     # A change of the bias of a layer that has none is aligned all the same.
-    lost = [name for path in aligned.lora.names if path not in paths for name in aligned.sources[path]]
+    # (IA)³ scales a bias if there is one, and changes nothing if there is none.
+    lost = [
+        name
+        for path in aligned.lora.names
+        if path not in paths and aligned.lora.kind_of(path) != "ia3"
+        for name in aligned.sources[path]
+    ]
     return ChangedKeys(aligned.lora, names, (*aligned.unmatched, *lost))
 
 

@@ -26,12 +26,12 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, UnetBlocks, layout_of
 from sigmascope.lora.file import LoraFile, check_target, kept_metadata, refuse_files, refuse_inputs
 from sigmascope.lora.formats import LoraFormat, format_named
+from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
 from sigmascope.lora.module_names import ParsedNames, nearest_family, parse_names
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
-    NEEDS_BASE,
     Metrics,
     RankPlan,
     ResizedModule,

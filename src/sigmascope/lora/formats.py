@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 from torch import Tensor
 
@@ -43,6 +43,7 @@ from sigmascope.lora.families.family import COMFYUI_ENCODERS, KOHYA_ENCODERS
 from sigmascope.lora.families.known import row_of_original
 from sigmascope.lora.file import PEFT_CONFIGS
 from sigmascope.lora.format_names import FormatName
+from sigmascope.lora.kinds import BASE_CHANGES
 from sigmascope.lora.layer_names import renamed
 from sigmascope.lora.linalg import is_convolution
 from sigmascope.units import counted
@@ -58,6 +59,13 @@ UP_BIAS: Final = "lora_up.bias"
 EMBEDDING_UP: Final = "lora_embedding_B"
 EMBEDDING_DOWN: Final = "lora_embedding_A"
 
+# Of changes that depend on the weight. (IA)³'s `weight` is told by the `on_input` beside it.
+_BASE_ROLES: Final = sorted(
+    {role for change in BASE_CHANGES.values() for role in change.roles if "weight" not in role}
+)
+_SHARED: Final = frozenset(role for change in BASE_CHANGES.values() for role in change.shared)
+_ON_INPUT: Final = ".on_input"
+
 _KEY: Final = re.compile(
     r"(?P<name>.+?)(?P<end>"
     r"\.lora_(?:up|down|mid)(?:\.weight)?"
@@ -69,6 +77,8 @@ _KEY: Final = re.compile(
     r"|\.hada_(?:w[12]_[ab]|t[12])(?:\.[^.]+)?"
     r"|\.lokr_(?:w[12](?:_[ab])?|t2)(?:\.[^.]+)?"
     r"|\.(?:alpha|dora_scale|diff|diff_b|set_weight|w_norm|b_norm)"
+    r"|\.[ab][12]\.weight"
+    rf"|\.(?:{'|'.join(_BASE_ROLES)})(?:\.(?!weight$)[^.]+)?(?:\.weight)?"
     r")"
 )
 _XLABS: Final = re.compile(
@@ -83,18 +93,17 @@ _OF_XLABS: Final = {
     "proj_lora": "linear2",
 }
 _ROLES: Final = {"lora_A": DOWN, "lora_B": UP, "down": DOWN, "up": UP}
+_GLORA_FACTORS: Final = frozenset({"a1", "a2", "b1", "b2"})
 _KOHYA_FACTORS: Final = frozenset({"lora_up", "lora_down", "lora_mid"})
+_PEFT_ROLES: Final = ("lora", "oft_R", "boft_", "ia3_", "vera_", "hra_")
 # They change what a weight becomes, so a reader that skips them reads a different LoRA.
 _REFUSED: Final = (
-    (re.compile(r".*\.(?:oft_blocks|oft_diag|oft_R)(?:\..+)?"), "an orthogonal transformation (OFT)"),
-    (re.compile(r".*\.boft_[RS](?:\..+)?"), "an orthogonal transformation (BOFT)"),
-    (re.compile(r".*\.(?:[ab][12]|bm)\.weight|.*\.glora_.+"), "a GLoRA factor"),
-    (re.compile(r".*\.(?:on_input|ia3_l(?:\..+)?)"), "a scaling of activations (IA³)"),
-    (re.compile(r".*\.vera_lambda_[bd](?:\..+)?"), "a scaling of shared factors (VeRA)"),
+    (re.compile(r".*\.bm\.weight|.*\.glora_.+"), "a GLoRA factor of an unknown form"),
     (re.compile(r".*\.(?:lora_E|ranknum)(?:\..+)?"), "a factor that AdaLoRA prunes"),
     (re.compile(r".*\.reshape_weight"), "another size for the weight (reshape_weight)"),
 )
-Kind = Literal["lora", "embedding", "tucker", "loha", "lokr", "diff", "set", "up_bias"]
+Kind = str
+"""`lora`, `embedding`, `tucker`, `loha`, `lokr`, `diff`, `set`, `up_bias`, or one of `BASE_CHANGES`."""
 
 _PARTNERS: Final = (("lora_up", "lora_down"), ("lora_B", "lora_A"), (".up.", ".down."), ("_B", "_A"))
 
@@ -472,10 +481,19 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
     Raises:
         LoraFormatError: An unsupported kind of change, two adapters in one file, or two keys for one role.
     """
-    groups, adapters = KeyGroups(), set[str]()
+    groups, adapters, keys = KeyGroups(), set[str](), list(keys)
+    scaled = {key.removesuffix(_ON_INPUT) for key in keys if key.endswith(_ON_INPUT)}
+    shared: dict[str, str] = {}
     for key in keys:
         _refuse(path, key)
+        of_file = _SHARED & set(key.split("."))
+        if of_file:
+            shared[next(iter(of_file))] = key
+            continue
         match = _KEY.fullmatch(key)
+        if match is None and key.removesuffix(".weight") in scaled:
+            groups.groups.setdefault(_module_name(key.removesuffix(".weight"), old=False), {})["weight"] = key
+            continue
         if match is None:
             groups.unused.append(key)
             continue
@@ -487,7 +505,7 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
                 f"{path} holds several adapters: {', '.join(sorted(adapters))}.",
                 hint="Save each adapter in a file of its own.",
             )
-        by_peft = words[0].startswith("lora") and words[0] not in _KOHYA_FACTORS
+        by_peft = words[0].startswith(_PEFT_ROLES) and words[0] not in _KOHYA_FACTORS
         groups.by_peft |= by_peft or "base_model.model." in match["name"]
         xlabs = _XLABS.fullmatch(key)
         name = (
@@ -499,8 +517,21 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
         if role in group:
             raise LoraFormatError(f"{path}: {group[role]} and {key} are the same tensor of {name}.")
         group[role] = key
+    _give_shared(groups, shared)
     _set_aside_lone_alphas(groups)
     return groups
+
+
+def _give_shared(groups: KeyGroups, shared: Mapping[str, str]) -> None:
+    """Put the tensors that a file holds once beside those of each module that they are for."""
+    given: set[str] = set()
+    for group in groups.groups.values():
+        for change in BASE_CHANGES.values():
+            if change.shared and change.roles[0] in group:
+                own = {role: shared[role] for role in change.shared if role in shared}
+                group |= own
+                given |= own.keys()
+    groups.unused.extend(key for role, key in shared.items() if role not in given)
 
 
 def _refuse(path: Path, key: str) -> None:
@@ -519,6 +550,8 @@ def _role(words: list[str]) -> tuple[str, list[str]]:
         return f"{first}.weight", []
     if first in {"lora", "lora1", "lora2", "lora_linear_layer"}:
         return _ROLES[rest[0]], []
+    if first in _GLORA_FACTORS:
+        return ".".join(words), []
     if first in {"lora_A", "lora_B"} and rest:
         bias = rest[-1] == "bias"
         return UP_BIAS if bias else _ROLES[first], [".".join(rest[:-1])] if rest[:-1] else []
@@ -589,7 +622,7 @@ def _entries(path: Path, name: str, group: dict[str, str], groups: KeyGroups) ->
     kinds = _kinds(group)
     if len(kinds) > 1:
         raise LoraFormatError(
-            f"{path}: {name} is {' and '.join(kinds)} at once.",
+            f"{path}: {name} is {' and '.join(BASE_CHANGES[kind].kind if kind in BASE_CHANGES else kind for kind in kinds)} at once.",
             hint="Only one of them can be meant: make the file again.",
         )
     magnitudes = [role for role in (DORA, MAGNITUDE) if role in group]
@@ -619,9 +652,16 @@ def _kinds(group: Mapping[str, str]) -> dict[Kind, dict[str, str]]:
         "diff": ("diff", "w_norm"),
         "set": ("set_weight",),
     }
+    by_kind |= {
+        kind: change.roles
+        for kind, change in BASE_CHANGES.items()
+        if change.roles and not group.keys().isdisjoint(change.roles)
+    }
     keys_by_kind = {
         kind: {role: group[role] for role in roles if role in group} for kind, roles in by_kind.items()
     }
+    if "BoftChange" in keys_by_kind and "OftChange" in keys_by_kind:
+        del keys_by_kind["BoftChange"]  # of the same keys; the reader tells them apart by their shapes
     return {kind: roles for kind, roles in keys_by_kind.items() if roles}
 
 
@@ -632,6 +672,8 @@ def _bias_entries(name: str, group: Mapping[str, str]) -> list[Entry]:
         for role in ("diff_b", "b_norm")
         if role in group
     ]
+    if "ia3_l" in group:
+        entries.append(Entry(f"{name}.bias", name, "Ia3BiasChange", {"ia3_l": group["ia3_l"]}))
     if UP_BIAS in group and DOWN in group:
         roles = {UP_BIAS: group[UP_BIAS], DOWN: group[DOWN]}
         entries.append(Entry(f"{name}.bias", name, "up_bias", roles, group.get(ALPHA)))

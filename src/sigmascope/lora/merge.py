@@ -41,11 +41,11 @@ from sigmascope.lora.file import (
     refuse_inputs,
 )
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT
+from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.linalg import FULL_RANK, at_least_float32, same_matrix
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
     FULL_RANK_PLAN,
-    NEEDS_BASE,
     InputLora,
     Metrics,
     RankPlan,
@@ -389,9 +389,16 @@ class MergedChanges:
         waiting = [name for name in self.united.names if self._needs_base(name)] if self.bases is None else []
         if waiting:
             raise LoraFormatError(
-                f"{counted(len(waiting), 'module depends', 'modules depend')} on the base model (DoRA or whole weights): "
+                f"{counted(len(waiting), 'module depends', 'modules depend')} on the base model (DoRA, rotations, whole weights): "
                 f"{', '.join(waiting[:_NAMED])}.",
                 hint="Give --base_model_path, or merge into a checkpoint with --into.",
+            )
+        shapeless = [name for name in self.united.names if self._needs_base(name) and not self.shape(name)]
+        if shapeless:
+            raise LoraFormatError(
+                f"{counted(len(shapeless), 'module rotates or scales', 'modules rotate or scale')} a weight whose "
+                f"shape the file does not tell: {', '.join(shapeless[:_NAMED])}.",
+                hint="Merge into a checkpoint with --into.",
             )
 
     @property

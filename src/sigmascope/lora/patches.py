@@ -7,7 +7,7 @@ acts inside the norm. This module does what each host does, right or wrong.
 
 Rotations of a weight's rows are OFT (Qiu et al., arXiv 2306.07280) and BOFT (Liu et al., arXiv 2311.06243). A block's
 rotation is the Cayley transform of a skew matrix, R = (I + Q)(I − Q)⁻¹ with Q = B − Bᵀ, whose length is limited by the
-stored alpha (`cayley`). ComfyUI's way of applying them is followed, strengths included.
+stored alpha (`sigmascope.lora.kinds.oft`). ComfyUI's way of applying them is followed, strengths included.
 
 A patch that is a product is not formed: `factors_of` gives it as two factors, so that its norm needs no product
 (`norm_of_sum`). `as_factors` gives all changes of one weight as a single pair, where they are low-rank in any way.
@@ -19,12 +19,14 @@ from math import prod, sqrt
 from typing import Final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import Adapter, DiffChange, LohaChange, LokrChange
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.kinds.boft import butterfly
+from sigmascope.lora.kinds.glora import glora_product
+from sigmascope.lora.kinds.oft import cayley, turned_rows
 from sigmascope.lora.linalg import as_float64
 from sigmascope.probes.applied_patch import AppliedPatch
 
@@ -41,8 +43,6 @@ _ADAPTERS: Final[dict[str, tuple[str, type[Adapter]]]] = {
     "loha": ("hada_", LohaChange),
     "lokr": ("lokr_", LokrChange),
 }
-
-_COMFYUI_SKEW_EPSILON = 1e-8  # ComfyUI's guard against a division by zero
 
 CANCELLATION_SHARE: Final = 1e-6
 """If a sum is this much shorter than its parts, squares have lost half of float64's digits, and QR is used."""
@@ -243,31 +243,21 @@ def _diff(patch: AppliedPatch, weight: Tensor) -> Tensor:
 
 
 def _glora(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    """W·a1·a2 + b1·b2 (Chavan et al., arXiv 2306.07967), or as LyCORIS wrote it at first, W·a2·a1 + b2·b1."""
-    a1, a2, b1, b2 = (_tensor(patch, name, weight).flatten(1) for name in ("a1", "a2", "b1", "b2"))
-    if _is_old_glora(patch, weight):
-        return (b2 @ b1 + weight.flatten(1) @ a2 @ a1).mul(scale_of_patch(patch))
-    rows = weight.flatten(2) if weight.ndim > 2 else weight.unsqueeze(-1)
-    turned: Tensor = torch.einsum("oix,ij->ojx", rows, a1 @ a2).reshape(weight.shape)
-    whole: Tensor = turned.add((b1 @ b2).reshape(weight.shape)).mul(scale_of_patch(patch))
-    return whole
-
-
-def _is_old_glora(patch: AppliedPatch, weight: Tensor) -> bool:
-    a1, a2, b1, b2 = (tuple(patch.tensors[name].shape) for name in ("a1", "a2", "b1", "b2"))
-    old = b2[1] == b1[0] == a1[0] == a2[1]
-    new = b2[0] == b1[1] == a1[1] == a2[0]
-    return old and (not new or a2[0] == weight.shape[0] == weight.shape[1])
+    """W·A + B; see `sigmascope.lora.kinds.glora`."""
+    factors = (_tensor(patch, name, weight) for name in ("a1", "a2", "b1", "b2"))
+    return glora_product(weight, *factors).mul(scale_of_patch(patch))
 
 
 def _oft(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    return oft_change(weight, _tensor(patch, "blocks", weight), patch.alpha or 0.0, strength_of(patch))
+    """ComfyUI applies the strength inside the rotation and multiplies by it again; it ignores a stored rescale."""
+    rotations = cayley(_tensor(patch, "blocks", weight), patch.alpha or 0.0)
+    return turned_rows(weight, rotations, strength_of(patch))
 
 
 def _boft(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    blocks = _tensor(patch, "blocks", weight)
-    rescale = _tensor(patch, "rescale", weight) if "rescale" in patch.tensors else None
-    return boft_change(weight, blocks, rescale, patch.alpha or 0.0, strength_of(patch))
+    rotations = cayley(_tensor(patch, "blocks", weight), patch.alpha or 0.0)
+    changed = butterfly(weight, rotations, strength_of(patch))
+    return (changed * _tensor(patch, "rescale", weight) if "rescale" in patch.tensors else changed) - weight
 
 
 _FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {
@@ -286,61 +276,6 @@ def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
     if name not in patch.tensors:
         raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change lacks its {name}.")
     return as_float64(patch.tensors[name]).to(weight.device)
-
-
-def oft_change(
-    weight: Float[Tensor, "out ..."], blocks: Float[Tensor, "k b b"], limit: float, strength: float
-) -> Float[Tensor, "out ..."]:
-    """s·(Rᵀ − I)·W, block by block of b rows, before the strength that all kinds are multiplied with.
-
-    ComfyUI applies the strength inside the rotation and multiplies the change by it again; it ignores a stored rescale.
-    """
-    count, size = blocks.shape[:2]
-    rotation = cayley(blocks, limit)
-    identity = torch.eye(size, dtype=blocks.dtype, device=blocks.device)
-    rows = weight.reshape(count, size, -1)
-    turned: Tensor = (strength * (rotation - identity)).mT @ rows
-    return turned.reshape(weight.shape)
-
-
-def boft_change(
-    weight: Float[Tensor, "out ..."],
-    blocks: Float[Tensor, "m k b b"],
-    rescale: Tensor | None,
-    limit: float,
-    strength: float,
-) -> Float[Tensor, "out ..."]:
-    """(Π Rᵢ)·W − W over m butterfly stages, in which rows are regrouped, before the strength of all kinds.
-
-    Each stage's rotation is s·R + (1 − s)·I.
-    """
-    stages, _, size, _ = blocks.shape
-    rotations = cayley(blocks, limit)
-    identity = torch.eye(size, dtype=blocks.dtype, device=blocks.device)
-    rows = weight.reshape(weight.shape[0], -1)
-    for stage in range(stages):
-        apart = 2**stage * (size // 2)
-        grouped = rows.reshape(-1, 2, apart, rows.shape[1]).transpose(1, 2).reshape(-1, size, rows.shape[1])
-        turned = (strength * rotations[stage] + (1.0 - strength) * identity) @ grouped
-        rows = turned.reshape(-1, apart, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-    changed = rows.reshape(weight.shape)
-    return (changed if rescale is None else changed * rescale) - weight
-
-
-def cayley(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "... b b"]:
-    """The rotation of each block.
-
-    Args:
-        blocks: Any matrices B; only their skew part counts.
-        limit: The largest ‖Q‖ over all blocks; no limit if it is not above 0.
-    """
-    skew = blocks - blocks.mT
-    length = float(torch.linalg.vector_norm(skew)) + _COMFYUI_SKEW_EPSILON
-    if 0.0 < limit < length:
-        skew = skew * (limit / length)
-    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
-    rotation: Tensor = torch.linalg.solve(identity - skew, identity + skew, left=False)
-    return rotation
 
 
 def is_product(patch: AppliedPatch) -> bool:

@@ -58,6 +58,7 @@ from sigmascope.lora.formats import (
     group_keys,
     recognised,
 )
+from sigmascope.lora.kinds import BASE_CHANGES, BaseChange
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
 
 _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
@@ -67,7 +68,10 @@ _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
     "diff": DiffChange,
     "set": SetChange,
     "up_bias": DiffChange,
+    **BASE_CHANGES,
 }
+_SHARING_KEYS: Final = {"OftChange": ("OftChange", "BoftChange")}
+"""Kinds whose keys end alike; the shapes of their tensors tell which it is."""
 
 
 # Keys of OFT, BOFT and GLoRA.
@@ -101,8 +105,8 @@ def open_lora(
 
     Raises:
         CheckpointError: The file is missing, damaged, or not a file of tensors.
-        LoraFormatError: Its keys follow no known format, it holds an unsupported kind of change (OFT, BOFT, GLoRA,
-            IA³, …), or its tensors do not fit together.
+        LoraFormatError: Its keys follow no known format, it holds an unsupported kind of change (AdaLoRA, …), or its
+            tensors do not fit together.
         NonFiniteError: On reading a module: a tensor holds NaN or Inf.
     """
     with open_checkpoint(path) as checkpoint:
@@ -125,7 +129,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
     lora_format = recognised(checkpoint.path, keys, groups)
     configs = read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
     reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
-    entries = entries_of(checkpoint.path, groups)
+    entries = [entry for entry in entries_of(checkpoint.path, groups) if _changes(checkpoint, entry)]
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}
     return LoraFile(
@@ -137,6 +141,11 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
         changes=LazyDict({entry.name: entry for entry in entries if not entry.is_plain}, reader.change),
         facts=facts,
     )
+
+
+def _changes(checkpoint: Checkpoint, entry: Entry) -> bool:
+    """Whether an entry changes its tensor: PEFT's (IA)³ changes the bias where it scales outputs, (out, 1)."""
+    return entry.kind != "Ia3BiasChange" or checkpoint.info(entry.roles["ia3_l"]).shape[0] > 1
 
 
 def _refuse_twice(path: Path, entries: Sequence[Entry]) -> None:
@@ -238,7 +247,9 @@ class EntryReader:
             self._require_numbers(info.name, info.dtype)
         shape, rank = self._shape_and_rank(entry)
         parameters = sum(prod(info.shape) for role, info in infos.items() if _is_value(entry, role))
-        kind: str = "diff" if entry.kind == "up_bias" else entry.kind
+        kind = "diff" if entry.kind == "up_bias" else entry.kind
+        if entry.kind in BASE_CHANGES:
+            kind = self._adapter_type(entry).kind
         if entry.magnitude is not None:
             magnitudes = self.checkpoint.info(entry.magnitude)
             self._require_numbers(magnitudes.name, magnitudes.dtype)
@@ -278,7 +289,24 @@ class EntryReader:
         _, rank = self._shape_and_rank(entry)
         parts = {role: self._tensor(key) for role, key in entry.roles.items() if _is_value(entry, role)}
         with self._named(entry):
-            return _ADAPTERS[entry.kind](parts, self._scale(entry, rank))
+            adapter = self._adapter_type(entry)
+            if not issubclass(adapter, BaseChange):
+                return adapter(parts, self._scale(entry, rank))
+            alpha = None if entry.alpha is None else self._number(entry.alpha)
+            scale = 1.0 if rank is None else self._scale(entry, rank)
+            return adapter(parts, scale, alpha=alpha, settings=self._settings(entry.module))
+
+    def _adapter_type(self, entry: Entry) -> type[Adapter]:
+        names = _SHARING_KEYS.get(entry.kind, ())
+        shapes = {role: self.checkpoint.info(key).shape for role, key in entry.roles.items()}
+        return next(
+            (BASE_CHANGES[name] for name in names if BASE_CHANGES[name].fits(shapes)), _ADAPTERS[entry.kind]
+        )
+
+    def _settings(self, name: str) -> Mapping[str, Any]:
+        """PEFT's configuration of the component that a module is of; empty if there is none."""
+        config = self.configs.get(name.partition(".")[0]) or self.configs.get("")
+        return {} if config is None else config.values
 
     def _alpha(self, entry: Entry, rank: int, weight_shape: tuple[int, ...]) -> float:
         """The alpha of plain factors, such that alpha / rank is their scale; raises what `factors` does."""
@@ -330,7 +358,7 @@ class EntryReader:
             elif entry.kind == "up_bias":
                 facts = AdapterFacts(shapes[UP_BIAS], shapes[DOWN][0])
             else:
-                facts = _ADAPTERS[entry.kind].facts(shapes)
+                facts = self._adapter_type(entry).facts(shapes)
             if entry.magnitude is not None:
                 count = prod(self.checkpoint.info(entry.magnitude).shape)
                 per_output = self._per_output(entry, facts.weight_shape)

@@ -41,6 +41,7 @@ from sigmascope.lora.decompose import FormedChange, Truncatable, Truncated, trun
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LazyDict, LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT, TUNED_FINGERPRINT
+from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import FULL_RANK, Spectrum, max_rank, root_sum_square
 from sigmascope.lora.module_names import parse_name
@@ -63,8 +64,6 @@ from sigmascope.units import counted
 
 __all__ = ["RankPlan", "ReductionReport", "ResizedModule", "resize_lora"]
 
-NEEDS_BASE: Final = frozenset({"dora", "set"})
-"""Kinds of change that depend on the base weight."""
 _FINGERPRINTS: Final = (BASE_FINGERPRINT, TUNED_FINGERPRINT)  # of models that statistics may be of
 _CPU: Final = torch.device("cpu")
 _TARGET: Final = "OUT"  # what the command calls the file to write

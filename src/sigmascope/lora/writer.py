@@ -40,6 +40,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Row, UnetBlocks
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
 from sigmascope.lora.formats import FactorKeys, alphas_mislead, format_named, peft_header
+from sigmascope.lora.kinds import BaseChange
 from sigmascope.lora.layer_names import blocks_of_model
 from sigmascope.lora.linalg import (
     as_float64,
@@ -59,7 +60,7 @@ _METADATA_ROOM_BYTES: Final = 2048  # for header fields that are known only at t
 _MAX_ENTRY_BYTES: Final = 200  # of a header entry, without the layer's name
 _BIAS: Final = ".bias"
 
-_LYCORIS_KINDS: Final = frozenset({"loha", "lokr", "tucker", "dora"})
+_LYCORIS_KINDS: Final = frozenset({"loha", "lokr", "tucker", "dora", "oft", "boft", "glora"})
 
 SavePrecision = Literal["float", "fp16", "bf16"]
 STORAGE_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -270,6 +271,11 @@ class LoraWriter:
             raise LoraFormatError(
                 f"{name}: {self.format.name} files cannot hold such a change ({change.kind}).",
                 hint="Write kohya's or ComfyUI's format, or leave such changes out.",
+            )
+        if isinstance(change, BaseChange) and not change.lycoris_keys:
+            raise LoraFormatError(
+                f"{name}: only PEFT's own files hold such a change ({change.kind}), and no {self.format.name} file does.",
+                hint="Merge it into the model's checkpoint: sigmascope lora merge --into.",
             )
         if self._own_names is not None:
             module = self._own_names[name].removesuffix(_BIAS)
@@ -559,6 +565,8 @@ def _adapter_tensors(change: Adapter) -> dict[str, Tensor]:
     rank = change.rank
     if rank is not None:
         tensors["alpha"] = _alpha(change.scale * rank)
+    elif isinstance(change, BaseChange) and change.alpha is not None:
+        tensors["alpha"] = _alpha(change.alpha)  # a limit of rotations, and no scale
     elif change.scale != 1.0 and isinstance(change, LokrChange):
         # Two whole factors have no rank, and readers ignore an alpha beside them.
         tensors["lokr_w1"] = tensors["lokr_w1"].float().mul(change.scale)

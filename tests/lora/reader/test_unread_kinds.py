@@ -60,10 +60,11 @@ def test_what_has_no_layer_has_a_reason(tmp_path: Path) -> None:
     assert module.reason == "block_missing"
 
 
-def test_beside_plain_factors_the_file_is_refused_as_ever(tmp_path: Path) -> None:
-    plain = {"lora_unet_out_2.lora_up.weight": torch.randn(4, 1, 1, 1)}
+def test_beside_plain_factors_they_are_read(tmp_path: Path) -> None:
+    plain = {"lora_unet_out_2.lora_up.weight": torch.randn(4, 2, 1, 1)}
+    plain["lora_unet_out_2.lora_down.weight"] = torch.randn(2, 8, 3, 3)
     verdict = judge_lora(saved(tmp_path, FILES["oft"] | plain), MODEL)
-    assert "orthogonal transformation" in (verdict.error or "")
+    assert {module.kind for module in verdict.modules if module.matched} == {"lora", "oft"}
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -1,0 +1,161 @@
+"""OFT: a weight turned by rotations of blocks (Qiu et al., arXiv 2306.07280).
+
+A block's rotation is the Cayley transform of a skew matrix. LyCORIS (Diag-OFT) and kohya rotate the weight's rows,
+PEFT its columns, and the files of one are not those of the other:
+
+    LyCORIS, kohya   W' = rescale · Rᵀ·W,  R = (I + Q)(I − Q)⁻¹,  Q = B − Bᵀ of `oft_blocks` (blocks, b, b)
+    LyCORIS at first the rotations themselves: `oft_diag`
+    PEFT             W' = W·Rᵀ,  R ≈ (I − Q)(I + Q)⁻¹, Q with the upper triangle `oft_R` (blocks, b·(b − 1) / 2)
+
+LyCORIS and kohya train with ‖Q‖ limited to alpha · out over all blocks, and without a limit if alpha is 0. ComfyUI (as of
+0.33) takes alpha itself for the limit and ignores `rescale`, so it shows files with either a little differently. PEFT's
+`use_cayley_neumann`, its default, cuts the transform's series off; `coft` limits each block's ‖Q‖.
+"""
+
+from math import isqrt, prod, sqrt
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.lora.adapters import AdapterFacts, Shapes, shapes_error
+from sigmascope.lora.kinds.base_change import BaseChange
+
+_SKEW_EPSILON = 1e-8  # the guard of LyCORIS and ComfyUI against a division by zero
+_PEFT_TERMS = 5  # PEFT's default for `num_cayley_neumann_terms`
+_PEFT_EPS = 6e-5  # and for `eps`
+
+
+class OftChange(BaseChange):
+    """Rotations of rows: `oft_blocks` or `oft_diag`, and `rescale` (out, 1, …)."""
+
+    kind = "oft"
+    roles = ("oft_blocks", "oft_diag", "rescale")
+    lycoris_keys = True
+
+    @classmethod
+    def fits(cls, shapes: Shapes) -> bool:
+        """Three axes; BOFT's blocks have four."""
+        return "oft_diag" in shapes or len(shapes.get("oft_blocks", ())) != 4
+
+    @classmethod
+    def facts(cls, shapes: Shapes) -> AdapterFacts:
+        """Nothing but that the blocks are square: they tell the weight's rows, and not its shape."""
+        _require_square(shapes, 3, *(name for name in ("oft_blocks", "oft_diag") if name in shapes))
+        return AdapterFacts((), None)
+
+    def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
+        """Rescale · Rᵀ·W − W."""
+        assert base is not None
+        if "oft_diag" in self.parts:
+            rotations = self.part("oft_diag", compute)
+        else:
+            rotations = cayley(self.part("oft_blocks", compute), (self.alpha or 0.0) * len(base))
+        self.require(
+            prod(rotations.shape[:2]) == len(base), f"OFT of {prod(rotations.shape[:2])} outputs", base
+        )
+        change = turned_rows(base, rotations, 1.0)
+        return rescaled(self, compute, base, change)
+
+
+class PeftOftChange(BaseChange):
+    """Rotations of columns: `oft_R`, one for each block or one for all of them."""
+
+    kind = "oft"
+    roles = ("oft_R",)
+
+    @classmethod
+    def facts(cls, shapes: Shapes) -> AdapterFacts:
+        """Nothing but that there are as many values as a triangle has."""
+        shape = shapes["oft_R"]
+        if len(shape) != 2 or _side(shape[1]) * (_side(shape[1]) - 1) // 2 != shape[1] or not shape[0]:
+            raise shapes_error(shapes, "oft_R")
+        return AdapterFacts((), None)
+
+    def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
+        """W·Rᵀ − W."""
+        assert base is not None
+        triangles = self.part("oft_R", compute)
+        blocks, size = len(triangles), _side(triangles.shape[1])
+        columns = base.flatten(1)
+        shares = blocks == 1 and columns.shape[1] % size == 0
+        self.require(shares or blocks * size == columns.shape[1], f"OFT of {blocks * size} inputs", base)
+        upper = torch.zeros(blocks, size, size, dtype=compute, device=triangles.device)
+        rows, columns_of = torch.triu_indices(size, size, 1)
+        upper[:, rows, columns_of] = triangles
+        rotations = self._rotations(upper - upper.mT)
+        turned = columns.reshape(len(base), -1, size)
+        whole: Tensor = torch.einsum("obk,bck->obc", turned, rotations.expand(turned.shape[1], -1, -1))
+        return whole.reshape(base.shape) - base
+
+    def _rotations(self, skew: Float[Tensor, "k b b"]) -> Float[Tensor, "k b b"]:
+        if self.setting("coft", False):
+            limit = self.setting("eps", _PEFT_EPS) / sqrt(len(skew))
+            lengths = torch.linalg.vector_norm(skew, dim=(1, 2), keepdim=True)
+            skew = torch.where(lengths <= limit, skew, skew * (limit / lengths))
+        identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
+        if not self.setting("use_cayley_neumann", True):
+            exact: Tensor = torch.linalg.solve(identity + skew, identity - skew, left=False)
+            return exact
+        return _neumann(skew, identity, int(self.setting("num_cayley_neumann_terms", _PEFT_TERMS)))
+
+
+def _neumann(
+    skew: Float[Tensor, "k b b"], identity: Float[Tensor, "b b"], terms: int
+) -> Float[Tensor, "k b b"]:
+    """I + 2Q + 2Q² + … + Qⁿ⁻¹ for n terms, as PEFT (0.21) sums it: three terms are four there."""
+    if terms < 2:
+        return identity.expand_as(skew)
+    last = 1 if terms == 2 else max(terms - 1, 3)
+    total, power = identity + 2.0 * skew, skew
+    for exponent in range(2, last + 1):
+        power = power @ skew
+        total = total + (1.0 if exponent == last else 2.0) * power
+    return total
+
+
+def _side(triangle: int) -> int:
+    """The side of a matrix whose upper triangle has that many values."""
+    return (1 + isqrt(1 + 8 * triangle)) // 2
+
+
+def cayley(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "... b b"]:
+    """The rotation of each block.
+
+    Args:
+        blocks: Any matrices B; only their skew part counts.
+        limit: The largest ‖Q‖ over all blocks; no limit if it is not above 0.
+    """
+    skew = blocks - blocks.mT
+    length = float(torch.linalg.vector_norm(skew)) + _SKEW_EPSILON
+    if 0.0 < limit < length:
+        skew = skew * (limit / length)
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+    rotation: Tensor = torch.linalg.solve(identity - skew, identity + skew, left=False)
+    return rotation
+
+
+def turned_rows(
+    weight: Float[Tensor, "out ..."], rotations: Float[Tensor, "k b b"], strength: float
+) -> Float[Tensor, "out ..."]:
+    """Strength · (Rᵀ − I)·W, block by block of b rows."""
+    count, size = rotations.shape[:2]
+    identity = torch.eye(size, dtype=rotations.dtype, device=rotations.device)
+    turned: Tensor = (strength * (rotations - identity)).mT @ weight.reshape(count, size, -1)
+    return turned.reshape(weight.shape)
+
+
+def rescaled(change: BaseChange, compute: torch.dtype, weight: Tensor, delta: Tensor) -> Tensor:
+    """ΔW once the rows of W + ΔW are multiplied by a change's `rescale`, where it has one."""
+    if "rescale" not in change.parts:
+        return delta
+    factors = change.part("rescale", compute).flatten()
+    change.require(len(factors) == len(weight), f"a rescale of {len(factors)} outputs", weight)
+    return (weight + delta) * factors.reshape(-1, *(1 for _ in weight.shape[1:])) - weight
+
+
+def _require_square(shapes: Shapes, axes: int, *names: str) -> None:
+    for name in names:
+        shape = shapes[name]
+        if len(shape) != axes or shape[-1] != shape[-2] or min(shape) < 1:
+            raise shapes_error(shapes, name)
