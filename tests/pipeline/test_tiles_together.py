@@ -269,6 +269,7 @@ def errors_to_the_whole(
     return relative_error(alone, direct), relative_error(estimated, direct), facts
 
 
+@pytest.mark.slow
 def test_an_estimate_of_a_trained_vae_is_near_the_whole() -> None:
     vae = load_lbm(BASE_PATH, CONFIG_PATH).vae.vae_model
     source = like_a_photograph(128, 192)

@@ -151,7 +151,10 @@ def test_a_size_is_kept(models: Models, size: int, precision: str) -> None:
         assert ranks(report) == {layer: min(delta.shape) for layer, delta in deltas(models).items()}
 
 
-@pytest.mark.parametrize("format", ["native", "kohya", "peft"])
+@pytest.mark.parametrize(
+    "format",
+    ["native", pytest.param("kohya", marks=pytest.mark.slow), pytest.param("peft", marks=pytest.mark.slow)],
+)
 def test_a_size_is_used(tmp_path: Path, format: str) -> None:
     size = 400 * 1024
     models = POCKET / "base.safetensors", POCKET / "tuned.safetensors"  # 133 layers
