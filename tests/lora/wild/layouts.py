@@ -116,7 +116,7 @@ _COMFY, _DIFFUSERS, _KIJAI = "Comfy-Org/ComfyUI#", "huggingface/diffusers#", "ki
 LAYOUTS: Final[dict[str, Layout]] = {
     # Stable Diffusion 1.5
     "sd15-kohya": Layout("sd15", "hako-mikan/sd-webui-lora-block-weight#97", "lora_unet_", "diffusers", "down", 1.0, "down_blocks.1.*attn"),
-    "sd15-locon": Layout("sd15", "bmaltais/kohya_ss#310", "lora_unet_", "diffusers", "down", 1.0, "down_blocks.0|mid_block.resnets"),
+    "sd15-locon": Layout("sd15", "sd-scripts with conv_dim", "lora_unet_", "diffusers", "down", 1.0, "down_blocks.0|mid_block.resnets"),
     "sd15-diffusers": Layout("sd15", "diffusers' train_text_to_image_lora", "unet.", "diffusers", "A", None, "up_blocks.1.*attn"),
     "sd15-peft": Layout("sd15", "PEFT's get_peft_model", "base_model.model.", "diffusers", "A", None, "mid_block.*attn"),
     "sd15-processor": Layout("sd15", "LucianoCirino/efficiency-nodes-comfyui#104", "unet.", "diffusers", "lora.down", None, "mid_block.*attn[12].to_[qkv]"),
@@ -125,7 +125,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "sdxl-kohya": Layout("sdxl", f"{_COMFY}5655", "lora_unet_", "original", "down", 1.0, "input_blocks.[47].1"),
     "sdxl-onetrainer": Layout("sdxl", "OneTrainer's SDXL", "lora_unet_", "diffusers", "down", 1.0, "down_blocks.1|mid_block"),
     "sdxl-diffusers": Layout("sdxl", f"{_COMFY}1144", "unet.", "diffusers", "A", None, "up_blocks.0.*attn"),
-    "sdxl-kohya-extract": Layout("sdxl", "bmaltais/kohya_ss#3105", "lora_unet_", "original", "down", 2.0, "input_blocks|middle_block"),
+    "sdxl-kohya-extract": Layout("sdxl", "sd-scripts, networks/extract_lora_from_models.py", "lora_unet_", "original", "down", 2.0, "input_blocks|middle_block"),
     "sdxl-lycoris": Layout("sdxl", "LyCORIS' full LoKr", "lora_unet_", "original", "lokr", FULL, "input_blocks.4.1.*attn"),
     # Stable Diffusion 3.5
     "sd3-kohya": Layout("sd3", "sd-scripts' lora_sd3", "lora_unet_", "original", "down", 1.0),
@@ -202,7 +202,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "chroma-kohya": Layout("chroma", "sd-scripts' Chroma", "lora_unet_", "original", "down", 1.0, _STREAMS),
     "chroma-onetrainer": Layout("chroma", "OneTrainer's Chroma", "lora_transformer_", "diffusers", "down", 1.0),
     # others
-    "ltx-finetrainers": Layout("ltx", "huggingface/finetrainers#133", "transformer.", "diffusers", told="ltx_video"),
+    "ltx-finetrainers": Layout("ltx", "finetrainers", "transformer.", "diffusers", told="ltx_video"),
     "ltx-comfy": Layout("ltx", f"{_COMFY}14349", "diffusion_model.", "original", told="ltx_video"),
     "ltx-diffsynth": Layout("ltx", f"{_COMFY}14349", "", "original", "A.default", None, _ATTENTION, told="ltx_video"),
     "hidream-onetrainer": Layout("hidream", "Nerogar/OneTrainer#842", "transformer.", "diffusers", "down", 1.0, "stream"),
