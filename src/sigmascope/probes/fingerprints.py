@@ -18,26 +18,30 @@ Y. Collet, xxHash fast digest algorithm, XXH3 for inputs longer than 240 bytes:
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
-from jaxtyping import Int64, Shaped, UInt64
+from jaxtyping import Int64, Shaped, UInt8, UInt64
 from torch import Tensor
 
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_device, copy_to_host
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt
-from sigmascope.probes.tensors import place_of, why_unreadable
+from sigmascope.probes.tensors import PLAIN_TENSORS, place_of, why_unreadable
 
 _GROUP_BYTES: Final = 1 << 30
 """Tensors of an accelerator that are hashed together: the steps within a piece are one after another."""
 _WORTH_THREADS: Final = 1 << 25
 _MOST_THREADS: Final = 8
+_SMALL_BYTES: Final = 1 << 14
+_NO_PIECES: Final = np.empty(0, np.uint64)
 # Where samples are taken.
 SAMPLE_SIZE: Final = 1024
 _GOLDEN: Final = 0.6180339887498949
@@ -129,8 +133,10 @@ def _on_cpu(tensor: Tensor) -> bool:
 
 
 def _all_on_cpu(tensors: Mapping[str, Tensor], threads: int | None) -> Readings:
+    small = attempt(partial(_hash_small, tensors)).value or {}
     seen: dict[object, str] = {}
-    first_of = {name: seen.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
+    others = ((name, tensor) for name, tensor in tensors.items() if name not in small)
+    first_of = {name: seen.setdefault(place_of(tensor), name) for name, tensor in others}
     distinct = {name: tensors[name] for name in dict.fromkeys(first_of.values())}
     nbytes = sum(tensor.nbytes for tensor in distinct.values())
     workers = min(threads or torch.get_num_threads(), _MOST_THREADS)
@@ -139,7 +145,44 @@ def _all_on_cpu(tensors: Mapping[str, Tensor], threads: int | None) -> Readings:
             read = dict(zip(distinct, pool.map(_read_on_cpu, distinct.values()), strict=True))
     else:
         read = {name: _read_on_cpu(tensor) for name, tensor in distinct.items()}
-    return {name: read[first] for name, first in first_of.items()}
+    return small | {name: read[first] for name, first in first_of.items()}
+
+
+def _hash_small(tensors: Mapping[str, Tensor]) -> Readings:
+    """Of those that are so small that reading each by itself would take longer than hashing it."""
+    readings: Readings = {}
+    small = ((name, tensor) for name, tensor in tensors.items() if tensor.nbytes <= _SMALL_BYTES)
+    for parts, joined in _joined_by_dtype(small):
+        raw = joined.numpy().data
+        start = 0
+        for name, nbytes, dtype in parts:
+            shape = (*map(int, tensors[name].shape),)
+            rest = raw[start : start + nbytes]
+            readings[name] = Reading(_fingerprint(shape, dtype, _NO_PIECES, rest))
+            start += nbytes
+    return readings
+
+
+_Lengths = list[tuple[str, int, torch.dtype]]
+"""Names with the number of bytes and the type."""
+
+
+def _joined_by_dtype(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[_Lengths, Tensor]]:
+    """The bytes of plain tensors that lie in row-major order, joined with few operations; the others are left out."""
+    by_dtype: defaultdict[torch.dtype, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors:
+        if type(tensor) in PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg():
+            by_dtype[tensor.dtype][name] = tensor
+    for dtype, own in by_dtype.items():
+        joined = attempt(partial(_joined, own.values()))
+        if joined.value is not None:
+            yield [(name, tensor.nbytes, dtype) for name, tensor in own.items()], joined.value
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    if any(tensor.is_conj() for tensor in tensors):
+        raise TypeError("bits of conjugated numbers")
+    return torch.cat([tensor.view(-1) for tensor in tensors]).view(torch.uint8)
 
 
 def _read_on_cpu(tensor: Tensor) -> Reading[Fingerprint]:
@@ -322,41 +365,111 @@ def _folded_product(
     return folded
 
 
-def samples(
-    tensors: Mapping[str, Tensor], *, size: int = SAMPLE_SIZE, floating_only: bool = True
-) -> dict[str, Shaped[Tensor, " n"]]:
+class Samples(Mapping[str, Tensor]):
+    """Elements of tensors by name, one after the other as bytes: each is cut out only when it is asked for."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Mapping[str, "_Part"]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> Shaped[Tensor, " n"]:
+        part = self._parts[name]
+        # A copy, as the bytes of one need not lie where a number of its dtype may.
+        return part.held[part.start : part.end].clone().view(part.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def __or__(self, others: "Samples") -> "Samples":
+        return Samples({**self._parts, **others._parts})
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of one tensor."""
+        return self._parts[name].dtype
+
+    def others_than(self, before: "Samples") -> frozenset[str]:
+        """The names of both whose elements are not the same bits, NaN included."""
+        old = before._parts
+        both = [name for name in self._parts if name in old]
+        alike = [name for name in both if self._parts[name].nbytes == old[name].nbytes]
+        changed = set(both).difference(alike)
+        now, then = (_bytes_in_order([parts[name] for name in alike]) for parts in (self._parts, old))
+        is_other = now != then
+        if is_other.any():
+            starts = [*accumulate((old[name].nbytes for name in alike), initial=0)][:-1]
+            places = np.flatnonzero(np.logical_or.reduceat(is_other, starts))
+            changed.update(alike[place] for place in places.tolist())
+        return frozenset(changed)
+
+
+class _Part(NamedTuple):
+    """Where the bytes of one tensor's samples lie; there is at least one."""
+
+    held: Tensor
+    start: int
+    end: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        return self.end - self.start
+
+
+def _bytes_in_order(parts: Sequence[_Part]) -> UInt8[np.ndarray, " n"]:
+    """The bytes of all; as they lie, where that is one after the other."""
+    if not parts:
+        return np.empty(0, np.uint8)
+    is_whole = all(one.held is other.held and one.end == other.start for one, other in pairwise(parts))
+    if is_whole:
+        return parts[0].held.numpy()[parts[0].start : parts[-1].end]
+    return np.concatenate([part.held.numpy()[part.start : part.end] for part in parts])
+
+
+NO_SAMPLES: Final = Samples({})
+
+
+def samples(tensors: Mapping[str, Tensor], *, size: int = SAMPLE_SIZE, floating_only: bool = True) -> Samples:
     """Up to `size` elements of each tensor, on the CPU, in the tensor's own dtype. Never raises.
 
     Tensors without readable values are left out, and with `floating_only` those of other numbers. What lies on an
     accelerator is waited for.
     """
-    return attempt(begin_samples(tensors, size=size, floating_only=floating_only).result).value or {}
+    begun = attempt(begin_samples(tensors, size=size, floating_only=floating_only).result)
+    return NO_SAMPLES if begun.value is None else begun.value
 
 
 def begin_samples(
     tensors: Mapping[str, Tensor], *, size: int = SAMPLE_SIZE, floating_only: bool = True
-) -> Pending[dict[str, Shaped[Tensor, " n"]]]:
+) -> Pending[Samples]:
     """The same without waiting for an accelerator, whose tensors may change from now on."""
-    wanted: dict[str, Tensor] = {}
+    wanted: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         try:
-            if why_unreadable(tensor) is None and (tensor.is_floating_point() or not floating_only):
-                wanted |= {name: tensor} if tensor.numel() else {}
+            is_wanted = tensor.is_floating_point() or not floating_only
+            if why_unreadable(tensor) is None and is_wanted and tensor.numel():
+                wanted[tensor.device][name] = tensor
         except PROBE_ERRORS:
             continue
     with torch.no_grad():
-        begun = [
-            attempt(partial(_gather, device, wanted, size))
-            for device in dict.fromkeys(tensor.device for tensor in wanted.values())
-        ]
-    names = [*wanted]  # alone: nothing that is still on its way keeps the weights alive
+        begun = [attempt(partial(_gather, device, own, size)) for device, own in wanted.items()]
+    # Their names alone: nothing that is still on its way keeps the weights alive.
+    names = [name for name in tensors if any(name in own for own in wanted.values())]
+    del wanted
 
-    def finished() -> dict[str, Tensor]:
-        sampled: dict[str, Tensor] = {}
+    def finished() -> Samples:
+        parts: dict[str, _Part] = {}
         for reading in begun:
             if reading.value is not None:
-                sampled |= reading.value.split()
-        return {name: sampled[name] for name in names if name in sampled}
+                parts |= reading.value.parts()
+        return Samples({name: parts[name] for name in names if name in parts})
 
     return Pending(finished, [reading.value.copy for reading in begun if reading.value is not None])
 
@@ -365,24 +478,31 @@ def begin_samples(
 class _Gathered:
     """The samples of all tensors of a device, one after the other as bytes."""
 
-    parts: tuple[tuple[str, int, torch.dtype], ...]
+    lengths: _Lengths
     copy: HostCopy
 
-    def split(self) -> dict[str, Tensor]:
-        nbytes = [count for _, count, _ in self.parts]
-        # Copies, as the bytes of one need not lie where a number of its dtype may.
+    def parts(self) -> dict[str, _Part]:
+        """Where each one is."""
+        ends = accumulate(nbytes for _, nbytes, _ in self.lengths)
         return {
-            name: part.clone().view(dtype)
-            for (name, _, dtype), part in zip(self.parts, torch.split(self.copy.tensor, nbytes), strict=True)
+            name: _Part(self.copy.tensor, end - nbytes, end, dtype)
+            for (name, nbytes, dtype), end in zip(self.lengths, ends, strict=True)
         }
 
 
 def _gather(device: torch.device, tensors: Mapping[str, Tensor], size: int) -> _Gathered:
     """Take the samples of one device's tensors, with one upload of where they are and one download of what they are."""
+    small = ((name, tensor) for name, tensor in tensors.items() if tensor.numel() <= size)
+    lengths: _Lengths = []
+    taken: list[Tensor] = []
+    for parts, joined in _joined_by_dtype(small):  # all elements of each
+        lengths += parts
+        taken.append(joined)
+    known = {name for name, _, _ in lengths}
     own: dict[str, Tensor] = {}
     places: dict[object, Tensor] = {}  # of each form of a tensor
     for name, tensor in tensors.items():
-        if tensor.device != device:
+        if name in known:
             continue
         try:
             plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
@@ -391,17 +511,17 @@ def _gather(device: torch.device, tensors: Mapping[str, Tensor], size: int) -> _
         except PROBE_ERRORS:
             continue
         own[name] = plain
-    lengths = [where.numel() for where in places.values()]
-    uploaded = torch.split(copy_to_device(torch.cat([*places.values()]), device), lengths)
+    counts = [where.numel() for where in places.values()]
+    uploaded = torch.split(copy_to_device(torch.cat([*places.values()]), device), counts) if counts else ()
     where = dict(zip(places, uploaded, strict=True))
-    taken: dict[str, Tensor] = {}
     for name, tensor in own.items():
         try:
-            taken[name] = _elements(tensor, where[_form(tensor)])
+            elements = _elements(tensor, where[_form(tensor)])
         except PROBE_ERRORS:
             continue
-    parts = tuple((name, part.numel(), own[name].dtype) for name, part in taken.items())
-    return _Gathered(parts, copy_to_host(torch.cat([*taken.values()])))
+        lengths.append((name, elements.numel(), tensor.dtype))
+        taken.append(elements)
+    return _Gathered(lengths, copy_to_host(torch.cat(taken)))
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

@@ -24,6 +24,7 @@ from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
+from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import Reading, attempt, lookup, node_outputs, reasons
 from sigmascope.records.memory import MemorySnapshot, PeakMemory, PeakMemoryDict, change, mib
 from sigmascope.stages.baseline import (
@@ -135,6 +136,7 @@ _MOST_UNMATCHED = 40
 """Modules of a file that the record keeps: the first that matched nothing; of all there are counts."""
 
 
+@one_look()
 def capture_lora_baseline(
     unet_model: object,
     clip_model: object,
@@ -222,6 +224,7 @@ def _model_baseline(
     )
 
 
+@one_look()
 def analyze_lora_application_results(
     baseline: object,
     modified_unet: object,

@@ -26,7 +26,7 @@ from sigmascope.probes.comfyui_patcher import (
     weights_of,
 )
 from sigmascope.probes.copies import Pending
-from sigmascope.probes.fingerprints import Fingerprint, begin_samples, fingerprints
+from sigmascope.probes.fingerprints import NO_SAMPLES, Fingerprint, Samples, begin_samples, fingerprints
 from sigmascope.probes.models import ATTENTION_LAYERS, children_of, own_buffers, own_parameters
 from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.peft import adapted_modules, read_adapters
@@ -50,7 +50,7 @@ _TEXT_COMPONENTS: Final = re.compile(r"^text_encoder(_\d+)?$")
 _DENOISER_COMPONENTS: Final = re.compile(r"^(unet|transformer|denoiser|prior|decoder)(_\d+)?$")
 
 
-NO_SAMPLES: Final[Pending[dict[str, Tensor]]] = Pending(dict)
+NOT_SAMPLED: Final = Pending(lambda: NO_SAMPLES)
 
 
 class WeightOutline(NamedTuple):
@@ -109,7 +109,7 @@ class ModelSnapshot:
     adapter_keys: tuple[str, ...] = ()
     wrapped_keys: int = 0
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-    begun_samples: Pending[dict[str, Tensor]] = NO_SAMPLES
+    begun_samples: Pending[Samples] = NOT_SAMPLED
     forwards: frozenset[tuple[str, str]] = frozenset()
     classes: Mapping[str, type] = field(default_factory=dict)
     fingerprint_seconds: float | None = None
@@ -125,7 +125,7 @@ class ModelSnapshot:
         return None if self.kind is None else self.kind.__name__
 
     @property
-    def samples(self) -> dict[str, Tensor]:
+    def samples(self) -> Samples:
         """See `begun_samples`; may wait for an accelerator."""
         return self.begun_samples.result()
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from sigmascope.lora.arrival import together
@@ -42,7 +41,6 @@ from sigmascope.stages.signed_patches import (
 )
 from sigmascope.stages.weight_verdict import NOT_SEEN, WeightEvidence, WeightVerdict, judge_weight
 
-Samples = Mapping[str, Tensor]
 NOT_COARSE: Final = "no change was merged into a coarsely stored weight"
 
 
@@ -59,15 +57,10 @@ class BeforeAndAfter:
 
     def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The elements that were taken of each weight at both moments, where its content is another now."""
-        before, after = self.before, self.after
-        samples, samples_now = before.samples, after.samples
-        return {
-            key: (sample, samples_now[key])
-            for key, sample in samples.items()
-            if key in samples_now
-            and sample.is_floating_point()
-            and is_changed(key, before, after, samples, samples_now)
-        }
+        is_changed = changes_of_content(self.before, self.after)
+        samples, samples_now = self.before.samples, self.after.samples
+        both = [key for key in samples if key in samples_now and samples.dtype(key).is_floating_point]
+        return {key: (samples[key], samples_now[key]) for key in both if is_changed(key)}
 
 
 def weight_changes(
@@ -241,8 +234,9 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
     keys = {*patches_now, *patches_before}
     twins = {place_of(held.base[key]): key for key in keys if key in held.base}
     samples_before, samples_after = before.samples, after.samples
+    is_changed = changes_of_content(before, after)
     for key, weight in now.items():
-        content = is_changed(key, before, after, samples_before, samples_after)
+        content = is_changed(key)
         twin = key if key in keys else twins.get(place_of(held.base[key]), key)
         if not content and twin not in keys:
             continue
@@ -256,7 +250,7 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
         if not content and beside.is_nothing and inside.is_nothing and not _is_same_by_name(beside, inside):
             continue
         is_sampled = key in samples_before and key in samples_after
-        has_samples = is_sampled and samples_before[key].is_floating_point()  # codes are no numbers
+        has_samples = is_sampled and samples_before.dtype(key).is_floating_point  # codes are no numbers
         yield (
             key,
             WeightEvidence(
@@ -313,17 +307,18 @@ def _taken_out(patch: AppliedPatch) -> AppliedPatch:
     return replace(patch, state="lazy", strength=-patch.strength)
 
 
-def is_changed(
-    key: str, before: ModelSnapshot, after: ModelSnapshot, sampled: Samples, sampled_now: Samples
-) -> bool | None:
-    """Whether a weight's content is another, by its fingerprint or else by a thousand elements."""
-    prints = before.fingerprints.get(key), after.fingerprints.get(key)
-    if None not in prints:
-        return prints[0] != prints[1]
-    if key not in sampled or key not in sampled_now:
-        return None
-    before_now = sampled[key], sampled_now[key]
-    return not torch.equal(*(values.view(torch.uint8) for values in before_now))  # NaN too
+def changes_of_content(before: ModelSnapshot, after: ModelSnapshot) -> Callable[[str], bool | None]:
+    """Tells whether a weight's content is another, by its fingerprint or else by a thousand elements."""
+    samples, samples_now = before.samples, after.samples
+    by_elements = samples_now.others_than(samples)
+
+    def is_changed(key: str) -> bool | None:
+        prints = before.fingerprints.get(key), after.fingerprints.get(key)
+        if None not in prints:
+            return prints[0] != prints[1]
+        return key in by_elements if key in samples and key in samples_now else None
+
+    return is_changed
 
 
 def _originals(

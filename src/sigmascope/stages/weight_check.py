@@ -13,7 +13,7 @@ All is summed up where the weight is, and five numbers a layer come to the host 
 waits for until `Pending.result`. Where a weight contradicts, the verdict follows the weight (`follow_weights`).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, prod, sqrt
 from typing import Final, NamedTuple, cast
@@ -36,8 +36,8 @@ from sigmascope.stages.weight_changes import (
     Verdicts,
     beside_content,
     by_key,
+    changes_of_content,
     in_content,
-    is_changed,
 )
 from sigmascope.stages.weight_verdict import WeightVerdict, rounding, with_norm
 
@@ -116,6 +116,7 @@ def _begin(
     parts = parts_of(looks.model, looks.after.model_type)
     weights = {prefix: UsedWeights(part) for prefix, part in parts.items()}
     now, before = by_key(looks.applied.patches), by_key(looks.kept.value.patches if looks.kept.value else ())
+    is_changed = changes_of_content(looks.before, looks.after)
     for key in _strongest(looks, verdicts, {**before, **now}):
         prefix = max((start for start in weights if key.startswith(start)), key=len)
         layer = _Layer(
@@ -126,6 +127,7 @@ def _begin(
             key.removeprefix(prefix),
             now.get(key, ()),
             before.get(key, ()),
+            is_changed,
         )
         found = attempt(layer.compared)
         yield key, found.value or Reading(None, found.reason)
@@ -160,6 +162,7 @@ class _Layer:
     own_key: str
     now: Sequence[AppliedPatch]
     before: Sequence[AppliedPatch]
+    is_changed: Callable[[str], bool | None]
 
     def compared(self) -> Reading[tuple[_Compared, Tensor]]:
         """The numbers of the comparison, where the weight is."""
@@ -186,8 +189,7 @@ class _Layer:
     def _numbers(
         self, weight: UsedWeight, original: Tensor, unmerged: bool
     ) -> Reading[tuple[_Compared, Tensor]]:
-        before, after, samples = self.looks.before, self.looks.after, self.looks.before.samples
-        changed = is_changed(self.key, before, after, samples, after.samples)
+        samples, changed = self.looks.before.samples, self.is_changed(self.key)
         if changed is None and not unmerged and in_content((*self.now, *self.before)):
             return Reading(None, "a change was merged into a weight that was not looked at before")
         inside = self.verdict.inside if changed and self.verdict is not None else ()
@@ -211,7 +213,7 @@ class _Layer:
         if whole is not None:
             compared = _Compared(coarse, used.numel(), used.numel(), is_predicted)
             return Reading((compared, _of_whole(used, whole, *sums)))
-        if not samples[self.key].is_floating_point():
+        if not samples.dtype(self.key).is_floating_point:
             return Reading(None, "the weight before is gone, and its samples are codes")
         numbers = _of_elements(used, samples[self.key], *sums)
         return Reading((_Compared(coarse, len(samples[self.key]), used.numel()), numbers))

@@ -26,7 +26,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = fingerprints.begin_samples
 
-    def begin_samples(tensors: dict[str, Tensor], **options: Any) -> Pending[dict[str, Tensor]]:
+    def begin_samples(tensors: dict[str, Tensor], **options: Any) -> Pending[fingerprints.Samples]:
         seen.append(len(tensors))
         return original(tensors, **options)
 
