@@ -97,8 +97,8 @@ def fingerprint(tensor: Tensor) -> Reading[Fingerprint]:
 def fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -> Readings:
     """Fingerprints by name, or why there are none. Never raises, changes nothing, keeps nothing alive.
 
-    Tensors that are the same elements in memory are read once. What is not contiguous is copied, one tensor at
-    a time. An accelerator's tensors are waited for.
+    Tensors that are the same elements in memory are read once, unless they are small: these are joined. What is not
+    contiguous is copied, one tensor at a time. An accelerator's tensors are waited for.
 
     Args:
         tensors: Of any dtype, layout and device.
@@ -454,7 +454,7 @@ def begin_samples(
     for name, tensor in tensors.items():
         try:
             is_wanted = tensor.is_floating_point() or not floating_only
-            if why_unreadable(tensor) is None and is_wanted and tensor.numel():
+            if is_wanted and why_unreadable(tensor) is None and tensor.numel():
                 wanted[tensor.device][name] = tensor
         except PROBE_ERRORS:
             continue

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from sigmascope.probes import fingerprints as fingerprints_module
@@ -108,7 +109,7 @@ def test_threads_give_the_same_as_one() -> None:
     assert fingerprints(tensors, threads=3) == fingerprints(tensors, threads=1)
 
 
-def test_elements_shared_by_several_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_elements_shared_by_several_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Tensor] = []
 
     def bytes_of(tensor: Tensor) -> Tensor:
@@ -116,10 +117,24 @@ def test_elements_shared_by_several_names_are_read_once(monkeypatch: pytest.Monk
         return tensor.view(torch.uint8)
 
     monkeypatch.setattr(fingerprints_module, "_bytes_of", bytes_of)
-    tied = torch.randn(8192)  # small ones are joined, and hashed each
+    tied = torch.randn(1 << 13)
     found = fingerprints({"embedding": tied, "head": tied.detach()})
     assert found["embedding"] == found["head"]
     assert len(read) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8]
+)
+def test_small_tensors_are_hashed_together_as_each_alone(dtype: torch.dtype) -> None:
+    tensors = {str(size): torch.randn(size, 3).to(dtype) for size in (1, 2, 5)}
+    tensors["turned"] = tensors["5"].T.contiguous().T
+    tensors["scalar"] = tensors["1"][0, 0].clone()
+    together = fingerprints(tensors)
+    for name, tensor in tensors.items():
+        digest = xxhash.xxh3_64_intdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        whole = xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"))
+        assert together[name].value == Fingerprint(tuple(tensor.shape), str(dtype)[6:], whole)
 
 
 @pytest.mark.parametrize(

@@ -47,3 +47,17 @@ def test_a_low_rank_change_is_estimated_to_some_per_cent() -> None:
 def test_what_has_no_floating_point_values_is_left_out() -> None:
     tensors = {"meta": torch.empty(3, device="meta"), "ids": torch.arange(3), "none": torch.empty(0)}
     assert samples(tensors) == {}
+
+
+def test_what_changed_is_told_for_all_at_once_and_bit_by_bit() -> None:
+    tensors = {str(index): torch.randn(index + 1, 40) for index in range(60)}
+    tensors |= {"nan": torch.full((3,), float("nan")), "half": torch.randn(9, 200).to(torch.float16)}
+    before = samples(tensors)
+    assert samples(tensors).others_than(before) == frozenset()
+    later = {name: tensor.clone() for name, tensor in reversed(tensors.items())}
+    later["7"][0, 0] += 1
+    later["40"].neg_()
+    later["half"] = later["half"][:4]  # no longer as many elements
+    later["new"] = torch.ones(2)
+    assert samples(later).others_than(before) == {"7", "40", "half"}
+    assert torch.equal(samples(later)["40"], -before["40"])

@@ -4,12 +4,14 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from tests.comfy_shapes.patchers import ModelPatcher
 from tests.comfy_shapes.versions import CLIP
 from torch import nn
 
 import sigmascope
+from sigmascope.probes import module_tree
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 
@@ -54,3 +56,19 @@ def test_memory_is_that_of_the_accelerator_and_unknown_without_one(unet: ModelPa
 def test_a_baseline_that_is_none_is_an_error_of_the_memory_alone(unet: ModelPatcher) -> None:
     found = sigmascope.calculate_memory_change(None, unet)
     assert found["error"] == "the baseline is NoneType, not a dict"
+
+
+def test_the_modules_of_a_model_are_walked_once_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[nn.Module] = []
+    walk = module_tree._tree_now
+
+    def tree_now(model: nn.Module) -> module_tree.ModuleTree:
+        walked.append(model)
+        return walk(model)
+
+    monkeypatch.setattr(module_tree, "_tree_now", tree_now)
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+    baseline = capture_lora_baseline(model, None)
+    assert walked == [model]
+    analyze_lora_application_results(baseline, model, None, model)
+    assert walked == [model, model]
