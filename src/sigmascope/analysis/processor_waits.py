@@ -1,11 +1,11 @@
 """Where a run waited for a processor: what held it back was another program, its own threads, or a quota."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from sigmascope import units
 from sigmascope.analysis.rules import Seen, rule
-from sigmascope.analysis.run_figures import waited_seconds
+from sigmascope.analysis.run_figures import known, waited_seconds
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.performance import ProcessorUse, others_of, processor_use_of
 from sigmascope.records.run import Run
@@ -27,16 +27,25 @@ class _Wait(NamedTuple):
 
 
 def _waits(run: Run) -> Iterator[_Wait]:
-    """The run, then its stages, as far as they are known."""
+    """The run, or its outermost stages together where the run itself has no figures; then its stages, as far as they are known."""
     subjects: list[tuple[str, str | None, float, Mapping[str, Any]]] = [
         ("The run", None, run.seconds, run.facts)
     ]
     subjects += [(in_one_line(stage.name), stage.name, stage.seconds, stage.facts) for stage in run.walk()]
+    outermost = [use for stage in run.stages if (use := processor_use_of(stage.facts)) is not None]
     for what, stage, seconds, facts in subjects:
         use = processor_use_of(facts)
+        if stage is None and use is None and outermost:
+            use = _together(outermost)
         waited = None if use is None else waited_seconds(use)
         if use is not None and waited is not None and seconds > 0:
             yield _Wait(what, stage, seconds, min(waited, seconds), use)
+
+
+def _together(uses: Sequence[ProcessorUse]) -> ProcessorUse:
+    waits, throttles = known(use.waited_seconds for use in uses), known(use.throttled_seconds for use in uses)
+    own = sum(use.own_seconds for use in uses)
+    return ProcessorUse(own, sum(waits) if waits else None, sum(throttles) if throttles else None)
 
 
 @rule(WAITED, "warning", about="time", looks_at="run")

@@ -52,6 +52,16 @@ def test_the_first_sentence_says_who_held_the_processor(made: Run, says: str) ->
     assert headline(made).startswith(f"{says}98 % of 27.30 s went into denoising")
 
 
+def test_stages_tell_for_a_run_that_has_no_figures_of_its_own() -> None:
+    """As a recorder of one's own code makes it, without a watch around."""
+    made = waiting(waited=0.0, of_stage=20.0, others_cpu_share=0.5)
+    made = replace(made, facts={"others_cpu_share": 0.5})
+    said = headline(replace(made, findings=diagnose(made)))
+    assert said.startswith(
+        "The run waited for a processor for 73 % of 27.30 s: other programs, which used 50 % of them. "
+    )
+
+
 @pytest.mark.parametrize("waited", [None, 0.0, 6.0])
 def test_a_run_that_hardly_waited_says_nothing(waited: float | None) -> None:
     assert headline(waiting(waited=waited, throttled=None)).startswith("98 % of 27.30 s went into denoising")
