@@ -112,7 +112,9 @@ def total_of(runs: Sequence[Run]) -> Figure:
 
 
 def _total(run: Run) -> _Of:
-    return _Of("total", "seconds", run.seconds, *_of_processor(run, [run.facts], run.seconds))
+    has_own = processor_use_of(run.facts) is not None or not run.stages
+    facts = [run.facts] if has_own else [stage.facts for stage in run.stages]
+    return _Of("total", "seconds", run.seconds, *_of_processor(run, facts, run.seconds))
 
 
 def _of_processor(
