@@ -588,5 +588,10 @@ def test_peft_is_refused_for_a_model_whose_names_may_not_be_diffusers(tmp_path: 
     (folder / "config.json").write_text(
         '{"_class_name": "Flux2Transformer2DModel", "_diffusers_version": "0.37"}'
     )
-    report = convert_lora(source, target, "peft", model=folder / "model.safetensors")
-    assert report.modules == len(dotted)
+    # The class is diffusers', but the names are not: nothing would load them.
+    target.write_bytes(b"what was there")
+    with pytest.raises(
+        LoraFormatError, match="diffusers would take none of its 6 modules in the peft format"
+    ):
+        convert_lora(source, target, "peft", model=folder / "model.safetensors")
+    assert target.read_bytes() == b"what was there"

@@ -346,6 +346,9 @@ def save_safetensors(
         metadata: Texts for the header.
         private: As in `sigmascope.files.atomic_path`.
 
+    Attributes:
+        look_at: Called with the whole file before it takes the target's place; what it raises leaves the target as it was.
+
     Raises:
         WriteError: The target cannot be written, the disk is too small, or a tensor has no type that
             the format knows.
@@ -472,6 +475,7 @@ class StreamingWriter:
         private: bool = False,
     ) -> None:
         self.path = Path(path)
+        self.look_at: Callable[[Path], None] | None = None
         self._private = private
         self._metadata = checked_metadata(self.path, metadata or {})
         if header_bytes is None:
@@ -490,6 +494,7 @@ class StreamingWriter:
         with ExitStack() as stack:
             temporary = stack.enter_context(atomic_path(self.path, private=self._private))
             require_space(self.path, temporary.parent, self._room + (self._data_bytes or 0))
+            self._temporary = temporary
             self._file = stack.enter_context(temporary.open("r+b", buffering=0))
             self._spool = stack.enter_context(
                 tempfile.SpooledTemporaryFile(max_size=_SPOOL_MEMORY_BYTES, dir=str(temporary.parent))
@@ -561,6 +566,8 @@ class StreamingWriter:
         with self._stack:
             self._place_waiting()
             self._write_header()
+            if self.look_at is not None:
+                self.look_at(self._temporary)
 
     def _place_waiting(self) -> None:
         for entry in aligned_order(self._waiting):

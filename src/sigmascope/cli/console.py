@@ -180,6 +180,14 @@ def print_written(console: Console, path: Path, file_bytes: int) -> None:
     console.print(Text("Written: ").append_text(plain(path)).append(f" ({format_size(file_bytes)})"))
 
 
+def print_written_lora(console: Console, path: Path, file_bytes: int) -> None:
+    """The same of a LoRA, and what the hosts make of it."""
+    from sigmascope.lora.loadable import loads_in_words
+
+    print_written(console, path, file_bytes)
+    console.print(Text(f"Loads: {loads_in_words(path)}", overflow="fold"))
+
+
 def counts(occurrences: Mapping[Any, int], *, most: int = 6) -> str:
     """`64 (700), 32 (92)`: values with their counts; if not all fit, the most frequent ones."""
     items = list(occurrences.items())

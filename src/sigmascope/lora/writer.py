@@ -50,6 +50,7 @@ from sigmascope.lora.linalg import (
     matrix_shape,
     max_rank,
 )
+from sigmascope.lora.loadable import require_loadable
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """The layout if none is given."""
@@ -200,6 +201,11 @@ class LoraWriter:
         if error is not None:
             self._file.__exit__(kind, error, trace)
             return
+        # Without a prefix a file is for a model alone, which takes names that no pipeline does; so may an unknown model.
+        has_prefix = self._prefix is None or self._prefix.strip() not in ("", "none")
+        is_for_pipelines = has_prefix and self.layout.family != "unknown"
+        if is_for_pipelines:
+            self._file.look_at = partial(require_loadable, target=self.path, format=self.format.name)
         with ExitStack() as stack:
             stack.push(self._file)  # renames the file into place, or removes it if `_finish` fails
             self._finish()

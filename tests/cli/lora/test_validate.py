@@ -106,7 +106,7 @@ def test_fidelity_leads_and_what_is_applied_is_another_figure(files: "ModelPair"
 
 def test_a_lora_whose_modules_fit_nothing_is_told_in_one_sentence(files: "ModelPair", call: Terminal) -> None:
     lora = files.base.with_name("lora.safetensors")
-    elsewhere = {key.replace("denoiser.", "denoiser.elsewhere."): one for key, one in load_file(lora).items()}
+    elsewhere = {key.replace("denoiser.", "denoiser.elsewhere_"): one for key, one in load_file(lora).items()}
     save_file(elsewhere, lora)
     outcome = call(*arguments(files))
     said = " ".join(outcome.out.split())

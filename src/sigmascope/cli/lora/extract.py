@@ -18,7 +18,7 @@ from sigmascope.cli.console import (
     percent,
     plain,
     print_json,
-    print_written,
+    print_written_lora,
     progress_bar,
     title,
 )
@@ -287,7 +287,7 @@ def print_extraction(console: Console, report: "ExtractionReport", *, verbose: b
         console.print(module_table("Every layer", report.errors))
     console.print(facts(_extraction_facts(report)))
     console.print(findings(report.findings))
-    print_written(console, report.lora, report.file_bytes)
+    print_written_lora(console, report.lora, report.file_bytes)
     console.print(Text("         ").append_text(plain(report.sidecar)))
     following = "Next: sigmascope lora validate "
     console.print(Text(following).append_text(plain(report.lora)))

@@ -25,6 +25,7 @@ from sigmascope.cli.console import (
     plain,
     print_json,
     print_written,
+    print_written_lora,
     progress_bar,
     span,
     table,
@@ -362,7 +363,7 @@ def print_reduction(console: Console, what: str, report: "ReductionReport", *, v
     if report.method == "linear":
         listed(console, "Formed and decomposed (more than up and down factors)", report.formed, style="cyan")
     console.print(findings(report.findings))
-    print_written(console, report.lora, report.file_bytes)
+    print_written_lora(console, report.lora, report.file_bytes)
 
 
 def _reduced_block_table(report: "ReductionReport") -> Table:
@@ -518,7 +519,7 @@ def _print_conversion(console: Console, report: "ConversionReport") -> None:
     console.print(title("LoRA conversion", report.source.name))
     console.print(facts(_conversion_facts(report)))
     listed(console, "Left out", [f"{module.name} ({module.reason})" for module in report.left_out])
-    print_written(console, report.target, report.file_bytes)
+    print_written_lora(console, report.target, report.file_bytes)
 
 
 def _conversion_facts(report: "ConversionReport") -> list[tuple[str, RenderableType | None]]:

@@ -138,7 +138,7 @@ def test_a_list_of_layer_names_stays_when_the_lora_fails(
     sigmascope(*extract_arguments(files))
     state = load_file(lora_of(files))
     save_file(
-        {name.replace("denoiser.", "denoiser.of_another_model."): state[name] for name in state},
+        {name.replace("denoiser.", "denoiser.of_another_model_"): state[name] for name in state},
         lora_of(files),
     )
     names = files.base.with_name("names.txt" if asked else "lora_layer_names.txt")
