@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -595,3 +596,60 @@ def test_peft_is_refused_for_a_model_whose_names_may_not_be_diffusers(tmp_path: 
     ):
         convert_lora(source, target, "peft", model=folder / "model.safetensors")
     assert target.read_bytes() == b"what was there"
+    report = convert_lora(source, target, "peft", model=folder / "model.safetensors")
+    assert report.modules == len(dotted)
+
+
+WRAPPERS = [
+    "pipe.dit.",
+    "module.",
+    "_orig_mod.",
+    "dit.",
+    "net.",
+    "module._orig_mod.",
+    "transformer._orig_mod.",
+]
+
+
+def saved(path: Path, names: list[str]) -> Path:
+    """A file of PEFT's endings with 64 × 64 layers under these names."""
+    ends = {"lora_A": (4, 64), "lora_B": (64, 4)}
+    save_file({f"{name}.{end}.weight": torch.ones(ends[end]) for name in names for end in ends}, path)
+    return path
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_wraps_the_denoisers_names_is_peeled_and_diffusers_has_the_rest(
+    wrapper: str, tmp_path: Path
+) -> None:
+    with torch.device("meta"):
+        model = WanTransformer3DModel(
+            num_attention_heads=1, attention_head_dim=64, num_layers=1, ffn_dim=64, freq_dim=8, text_dim=8
+        )
+    own = ["blocks.0.self_attn.q", "blocks.0.cross_attn.k", "blocks.0.ffn.0"]
+    path = saved(tmp_path / "in.safetensors", [wrapper + name for name in own])
+    convert_lora(path, tmp_path / "out.safetensors", "peft")
+    written = {key.rpartition(".lora_")[0] for key in load_file(tmp_path / "out.safetensors")}
+    layers = {
+        f"transformer.{name}" for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)
+    }
+    assert len(written) == len(own)
+    assert written <= layers
+
+
+@pytest.mark.parametrize("start", ["", "base_model.model.", *WRAPPERS[:-1]])
+def test_names_of_an_unknown_family_are_not_copied_into_a_pipelines_file(start: str, tmp_path: Path) -> None:
+    path, target = (
+        saved(tmp_path / "in.safetensors", [f"{start}my_blocks.0.attn.to_q"]),
+        tmp_path / "out.safetensors",
+    )
+    target.write_bytes(b"as it was")
+    with pytest.raises(ConfigError, match="model family cannot be recognised"):
+        convert_lora(path, target, "peft")
+    assert target.read_bytes() == b"as it was"
+
+
+def test_names_of_an_unknown_family_that_a_pipelines_component_owns_stay(tmp_path: Path) -> None:
+    path = saved(tmp_path / "in.safetensors", ["transformer.my_blocks.0.attn.to_q"])
+    convert_lora(path, tmp_path / "out.safetensors", "peft")
+    assert load_file(tmp_path / "out.safetensors").keys() == load_file(path).keys()

@@ -116,6 +116,7 @@ _DOTTED_START: Final = _any_start(_DOTTED_STARTS)
 _FLAT_ANY_START: Final = re.compile(r"\w*?lora_(\w+)")
 _MOST_PEELED: Final = 4
 """Words that wrappers put before a layer's path."""
+_COMPONENTS: Final = ("transformer.", "transformer_2.", "unet.", "text_encoder")  # of diffusers' pipelines
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
 # Names with underscores for dots.
@@ -550,11 +551,26 @@ def told_by_lora(lora: LoraFile, layers: Iterable[str], layout: ModelLayout) -> 
 
 def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
     """`diffusers` if any path exists only there, or is read but not written; otherwise the other naming."""
+
+
+def _naming(lora: LoraFile, family: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """`diffusers` if any path exists only there, or is read but not written; otherwise the other naming.
+
+    Names of an unknown family in PEFT's format are diffusers' only where they begin with a component of a pipeline, or
+    where every family that they fit has them in diffusers' naming.
+    """
+    if family == "unknown" and lora.format == "peft":
+        fitting = [name for name in families_with(shapes) if family_misfit(name, shapes) is None]
+        are_of_all = bool(fitting) and all(
+            row_of_diffusers(name, path) for name in fitting for path in shapes
+        )
+        is_component = all(name.startswith(_COMPONENTS) for name in lora.names)
+        return "diffusers" if are_of_all or is_component else "unknown"
     if family == "unknown":
-        return {"peft": "diffusers", "comfyui": "original"}.get(lora.format, "unknown")
+        return "original" if lora.format == "comfyui" else "unknown"
     if family in UNET_FAMILIES:
-        return "diffusers" if any(to_sgm(path) is not None for path in paths) else "sgm"
-    own = [(row_of_diffusers(family, path), row_of_original(family, path)) for path in paths]
+        return "diffusers" if any(to_sgm(path) is not None for path in shapes) else "sgm"
+    own = [(row_of_diffusers(family, path), row_of_original(family, path)) for path in shapes]
     is_diffusers = any(
         (row is not None and row.original not in row.parts) or (original is not None and original.read_only)
         for row, original in own
