@@ -546,11 +546,7 @@ def told_by_lora(lora: LoraFile, layers: Iterable[str], layout: ModelLayout) -> 
     own = [path for path in paths if is_layer_of(family, path)]
     if not own or 2 * len(own) < len(paths):
         return layout
-    return replace(layout, family=family, naming=_naming(lora, family, own))
-
-
-def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
-    """`diffusers` if any path exists only there, or is read but not written; otherwise the other naming."""
+    return replace(layout, family=family, naming=_naming(lora, family, dict.fromkeys(own, ())))
 
 
 def _naming(lora: LoraFile, family: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
