@@ -4,7 +4,8 @@ A file may change several models of a pipeline. A single model gets the changes 
 others.
 
 Attached, each layer also runs the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
-convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1.
+convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1. A change that is more than
+up and down is formed once from the weight as it is then, and runs as one such layer: y = W·x + scale · ΔW·x.
 
 Merged, W + scale · ΔW is written into the weights. In floating point, subtracting ΔW again does not restore W, so the
 original values are kept on the CPU. They take as many bytes as the changed weights.
@@ -66,7 +67,8 @@ def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora
     Args:
         model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. It needs a Linear or
             convolution layer for every module of the LoRA, except modules for other models of the pipeline.
-        lora: The changes.
+        lora: The changes, of any kind. Those that are more than up and down factors are formed from the weights, and
+            take as much memory as the weights do.
         scale: Strength; it can be set later. At 0 the outputs are those of the bare model, bit for bit.
 
     Returns:
@@ -78,20 +80,22 @@ def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora
         NonFiniteError: A factor holds NaN or Inf, or overflows the layer's dtype.
         ConfigError: `scale` is NaN or infinite.
     """
-    targets, left_out = hooked_targets(model, lora)
+    targets, left_out = hooked_targets(model, lora, any_kind=True)
     _log_unapplied(model, lora, left_out)
     return AttachedLora(targets, scale, left_out, lora.path)
 
 
-def hooked_targets(model: Any, lora: LoraFile) -> "tuple[list[LoraTarget], tuple[str, ...]]":
+def hooked_targets(
+    model: Any, lora: LoraFile, *, any_kind: bool = False
+) -> "tuple[list[LoraTarget], tuple[str, ...]]":
     """The weights that a LoRA changes through hooks, and the names of its modules for other models of the pipeline.
 
     Raises:
         ModelMismatchError: As of `attach_lora`.
-        LoraFormatError: The LoRA holds more than up and down factors.
+        LoraFormatError: The LoRA holds more than up and down factors, and not `any_kind`.
     """
     lora, left_out = _for_this_model(model, lora)
-    targets = match_modules(model, lora)
+    targets = match_modules(model, lora, any_kind=any_kind)
     _require_hooks_run(model, targets)
     return targets, left_out
 
@@ -113,9 +117,7 @@ def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ..
         aligned = _aligned(model, lora.only(frozenset(names)), layers)
         own = aligned.lora
         fitting[part] = frozenset(
-            name
-            for name in own.names
-            if name in layers and same_matrix(own.shape_of(name), weight_shape_of(layers[name]))
+            name for name in own.names if name in layers and _may_fit(own.shape_of(name), layers[name])
         )
         if fitting[part] and len(fitting[part]) == len(own.names) and not aligned.unmatched:
             complete.append(part)
@@ -245,7 +247,7 @@ class AttachedLora:
         self._strength = Strength(finite_scale(scale), path)
         file = "" if path is None else f"{path}: "
         self._branches = [
-            LoraBranch(target.name, PlacedFactors(file + target.name, target.factors, layer), self._strength)
+            LoraBranch(target.name, _placed(file + target.name, target.change, layer), self._strength)
             for target in targets
             for layer in target.layers
         ]
@@ -339,8 +341,63 @@ class BranchFactors(Protocol):
     def whole(self) -> tuple[Tensor, Tensor, float]:
         """Up, down and their scale."""
 
-    def near(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Up and down on the tensor's device and in its dtype."""
+    def near(self, tensor: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Up and down on the tensor's device and in its dtype; no up if down is the whole ΔW."""
+
+
+def _placed(name: str, change: LoraFactors | WeightChange, layer: Layer) -> BranchFactors:
+    """A layer's change, placed beside its weight."""
+    if isinstance(change, LoraFactors):
+        return PlacedFactors(name, change, layer)
+    return PlacedDelta(name, change, layer)
+
+
+class PlacedDelta:
+    """A change that is more than up and down, formed once from the layer's weight as it is now.
+
+    Args:
+        name: The layer, for messages.
+        change: LoHa, LoKr, DoRA, OFT, a whole difference, …
+        layer: The Linear or convolution. It is not changed.
+
+    Raises:
+        ModelMismatchError: The weight is quantised or on the meta device, or the change does not fit it.
+        NonFiniteError: The change holds NaN or Inf in the weight's dtype.
+    """
+
+    scale = 1.0
+
+    def __init__(self, name: str, change: WeightChange, layer: Layer) -> None:
+        weight = layer.weight.detach()
+        if weight.is_meta or not weight.is_floating_point() or tuple(weight.shape) != weight_shape_of(layer):
+            held = "is on the meta device" if weight.is_meta else f"is stored as {weight.dtype}"
+            raise ModelMismatchError(
+                f"{name}: a change of kind {change.kind} is formed from the weight, which {held}.",
+                hint="Load the model unquantised, with its weights in memory, or use merge_into_model there.",
+            )
+        with torch.inference_mode(mode=False), torch.no_grad():
+            formed = _formed_for(name, change, weight, at_least_float32(weight.dtype))
+            delta = formed.to(weight.device, weight.dtype).reshape(weight.shape)
+        if not bool(torch.isfinite(delta).all()):
+            raise NonFiniteError(
+                f"{name}: the change of kind {change.kind} holds NaN or Inf in {weight.dtype}.",
+                hint="Check the file, or run the model in bfloat16 or float32.",
+            )
+        self._delta = delta
+        self._placed = {(delta.device, delta.dtype): delta}
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor, float]:
+        """ΔW, and 1 in the place of down."""
+        return self._delta, self._delta.new_ones(()), 1.0
+
+    def near(self, tensor: Tensor) -> tuple[None, Tensor]:
+        """ΔW on the tensor's device and in its dtype."""
+        place = tensor.device, tensor.dtype
+        if place not in self._placed:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._placed[place] = self._delta.to(*place)
+        return None, self._placed[place]
 
 
 class PlacedFactors:
@@ -445,10 +502,16 @@ class LoraBranch:
         x = args[0] if args else kwargs["input"]
         up, down = self.factors.near(x)
         if isinstance(layer, nn.Linear):
-            branch = functional.linear(functional.linear(x, down), up)
+            branch = functional.linear(x, down)
         else:
             # The layer's own convolution handles padding modes such as "reflect".
-            branch = _CONVOLUTION_BY_WEIGHT_AXES[up.ndim](layer._conv_forward(x, down, None), up)
+            branch = layer._conv_forward(x, down, None)
+        if up is not None:
+            branch = (
+                functional.linear(branch, up)
+                if isinstance(layer, nn.Linear)
+                else _CONVOLUTION_BY_WEIGHT_AXES[up.ndim](branch, up)
+            )
         return torch.add(output, branch.to(output.dtype), alpha=strength * self.factors.scale)
 
 
@@ -633,7 +696,7 @@ class ChangedWeight:
             strength = scale * change.scale
             up, down = (factor.to(place.device, compute) for factor in (change.up, change.down))
         else:
-            up = _formed(change, place, compute).to(place.device).reshape(len(place), -1)
+            up = _formed_for(target.name, change, place, compute).to(place.device).reshape(len(place), -1)
         on_cpu = weight.device.type == "cpu"
         values = place.contiguous().view(len(up), -1)
         original = copy.view(values.shape)
@@ -703,6 +766,14 @@ def _formed(change: LoraFactors | WeightChange, weight: Tensor, compute: torch.d
     if isinstance(change, LoraFactors):
         return change.delta(compute)
     return change.delta(weight.detach().to(compute), compute)
+
+
+def _formed_for(name: str, change: WeightChange, weight: Tensor, compute: torch.dtype) -> Tensor:
+    """The change of a weight; an error names the layer."""
+    try:
+        return _formed(change, weight, compute)
+    except (LoraFormatError, ModelMismatchError) as error:
+        raise type(error)(f"{name}: {error.message}", hint=error.hint) from error
 
 
 def checksum_of(tensor: Tensor, method: ChecksumMethod | None = None) -> tuple[ChecksumMethod, bytes]:
@@ -851,13 +922,18 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
         shape = weight_shape_of(layer)
         if not isinstance(layer, nn.Linear) and layer.groups > 1:
             wrong.append(f"{name} is a grouped convolution ({layer.groups} groups), which is not supported")
-        elif not same_matrix(shape, own):
+        elif not _may_fit(own, layer):
             wrong.append(f"{name} is {own} in the LoRA and {shape} in the model")
     if wrong:
         raise ModelMismatchError(
             f"{len(wrong)} of {counted(len(lora), 'module')} of {lora} {'does' if len(wrong) == 1 else 'do'} not fit: {first_few(wrong, between='; ')}.",
             hint="Apply the LoRA to the model it was made for.",
         )
+
+
+def _may_fit(own: tuple[int, ...], layer: Layer) -> bool:
+    """Whether a change of this shape is for the layer's weight; if its tensors do not tell a shape, forming it will show."""
+    return not own or same_matrix(own, weight_shape_of(layer))
 
 
 def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[LoraTarget]:

@@ -261,7 +261,7 @@ def same_matrix(first: Sequence[int], second: Sequence[int]) -> bool:
     """
     if _without_pointwise_kernel(first) == _without_pointwise_kernel(second):
         return True
-    return 2 in {len(first), len(second)} and first[0] == second[0] and prod(first) == prod(second)
+    return 2 in {len(first), len(second)} and first[:1] == second[:1] and prod(first) == prod(second)
 
 
 def _without_pointwise_kernel(shape: Sequence[int]) -> tuple[int, ...]:
