@@ -14,13 +14,13 @@ original values are kept on the CPU. They take as many bytes as the changed weig
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import combinations
 from math import frexp, isfinite
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,13 +31,15 @@ from torch.utils.hooks import RemovableHandle
 from xxhash import xxh3_128, xxh3_128_digest
 
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.adapters import WeightChange
+from sigmascope.lora.adapters import DiffChange, WeightChange
 from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.layer_names import matches, nearest_layers, require_matches, require_pattern
 from sigmascope.lora.linalg import at_least_float32, same_matrix, where_float64_is
 from sigmascope.lora.module_names import parse_name
+from sigmascope.lora.reader import load_lora
 from sigmascope.probes.models import components_of, modules_in
 from sigmascope.units import counted, first_few
 
@@ -58,18 +60,31 @@ _CHECKSUM_WORDS_PER_ROW = 1024
 _WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 
 
-def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora":
+def attach_lora(
+    model: Any,
+    lora: LoraFile | str | Path,
+    scale: float = 1.0,
+    *,
+    parts: Collection[str] | None = None,
+    blocks: Mapping[str, float] | None = None,
+    only: str | None = None,
+) -> "AttachedLora":
     """Apply a LoRA while the model runs, through forward hooks; the weights stay as they are.
 
     Several LoRAs may be attached to one model; their changes add up. If layers share a weight, all of them get the
-    change. The model may be compiled afterwards: setting the scale and `detach` still work.
+    change. The model may be compiled afterwards: the scale, the blocks' weights, `swap` and `detach` still work, and only
+    `detach` compiles anew.
 
     Args:
         model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. It needs a Linear or
             convolution layer for every module of the LoRA, except modules for other models of the pipeline.
-        lora: The changes, of any kind. Those that are more than up and down factors are formed from the weights, and
+        lora: The changes, of any kind, or their file. Those that are more than up and down factors are formed from the weights, and
             take as much memory as the weights do.
         scale: Strength; it can be set later. At 0 the outputs are those of the bare model, bit for bit.
+        parts: Components of the pipeline to which it is applied, such as ["unet"]; all by default.
+        blocks: A weight for the layers of a block, by its path, such as {"down_blocks.1": 0.5}; 1 by default. Of
+            several that hold a layer, the longest path counts.
+        only: A regular expression; other layers are left out.
 
     Returns:
         A handle that is also a context manager; leaving it detaches the LoRA.
@@ -78,11 +93,49 @@ def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora
         ModelMismatchError: A module does not fit the model, or its layer's hooks do not run: in a compiled model,
             in nn.MultiheadAttention's output projection, or in a convolution that pads its own input.
         NonFiniteError: A factor holds NaN or Inf, or overflows the layer's dtype.
-        ConfigError: `scale` is NaN or infinite.
+        ConfigError: `scale` is NaN or infinite, or `parts`, `blocks` or `only` match nothing.
     """
+    lora = lora if isinstance(lora, LoraFile) else load_lora(lora)
     targets, left_out = hooked_targets(model, lora, any_kind=True)
+    paths = {layer: path for path, layer in layers_of(model)}
+    chosen = _chosen(model, targets, paths, parts, only)
     _log_unapplied(model, lora, left_out)
-    return AttachedLora(targets, scale, left_out, lora.path)
+    return AttachedLora(model, chosen, scale, left_out, lora.path, blocks)
+
+
+def _chosen(
+    model: Any,
+    targets: "list[LoraTarget]",
+    paths: Mapping[Layer, str],
+    parts: Collection[str] | None,
+    only: str | None,
+) -> "list[LoraTarget]":
+    """The targets in the parts and with the path that are asked for."""
+    components = components_of(model)
+    for part in parts or ():
+        if part not in components:
+            near = get_close_matches(part, components, n=1) or list(components)
+            raise ConfigError(
+                f"parts: this {type(model).__name__} has no component {part}.",
+                hint=f"The nearest: {first_few(near)}." if near else "Leave parts out for a single model.",
+            )
+    if parts is not None:
+        targets = [target for target in targets if paths[target.layers[0]].split(".")[0] in parts]
+        if not targets:
+            raise ConfigError(
+                f"parts: the LoRA changes nothing in {first_few(list(parts))}.", hint="Give other parts."
+            )
+    if only is not None:
+        require_pattern(only, "only")
+        require_matches(only, [paths[target.layers[0]] for target in targets], "only")
+        targets = [target for target in targets if matches(only, paths[target.layers[0]])]
+    return targets
+
+
+def _weight_in(blocks: Mapping[str, float], path: str) -> float:
+    """The weight of the innermost block that holds a layer."""
+    holding = [block for block in blocks if f".{block}." in f".{path}."]
+    return blocks[max(holding, key=len)] if holding else 1.0
 
 
 def hooked_targets(
@@ -237,25 +290,91 @@ class AttachedLora:
 
     def __init__(
         self,
+        model: Any,
         targets: list[LoraTarget],
         scale: float,
         left_out: Sequence[str] = (),
         path: Path | None = None,
+        blocks: Mapping[str, float] | None = None,
     ) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
         self.left_out: tuple[str, ...] = tuple(left_out)
+        self._model = model
         self._strength = Strength(finite_scale(scale), path)
+        paths = {layer: path for path, layer in layers_of(model)}
         file = "" if path is None else f"{path}: "
-        self._branches = [
-            LoraBranch(target.name, _placed(file + target.name, target.change, layer), self._strength)
+        self._branches: dict[Layer, LoraBranch[SwappableFactors]] = {
+            layer: LoraBranch(target.name, _placed(file + target.name, target.change, layer), self._strength)
             for target in targets
             for layer in target.layers
-        ]
-        layers = [layer for target in targets for layer in target.layers]
+        }
+        self._paths = {layer: paths[layer] for layer in self._branches}
+        self._blocks: dict[str, float] = {}
+        self.blocks = blocks or {}
         self._handles: list[RemovableHandle] = [
-            layer.register_forward_hook(branch, with_kwargs=True)
-            for layer, branch in zip(layers, self._branches, strict=True)
+            layer.register_forward_hook(branch, with_kwargs=True) for layer, branch in self._branches.items()
         ]
+
+    @property
+    def blocks(self) -> Mapping[str, float]:
+        """The weights of blocks, by their paths; new ones replace all and take effect at each layer's next call."""
+        return dict(self._blocks)
+
+    @blocks.setter
+    def blocks(self, weights: Mapping[str, float]) -> None:
+        for block, weight in weights.items():
+            finite_scale(weight)
+            if not any(f".{block}." in f".{path}." for path in self._paths.values()):
+                nearest = nearest_layers(block, list(self._paths.values()))
+                raise ConfigError(
+                    f"blocks: no layer of the LoRA is in {block}.",
+                    hint=f"The nearest layers are {first_few(nearest)}.",
+                )
+        self._blocks = dict(weights)
+        for layer, branch in self._branches.items():
+            branch.weigh(_weight_in(self._blocks, self._paths[layer]))
+
+    def swap(self, lora: LoraFile | str | Path) -> None:
+        """Put another LoRA in this one's place, with the scale and weights as they are; compiled code stays valid.
+
+        It may change fewer layers, and have smaller ranks. If it does not fit, the present one stays.
+
+        Raises:
+            ConfigError: This LoRA is detached.
+            ModelMismatchError: The new one does not fit the model, or changes more layers or has larger ranks.
+            NonFiniteError: A factor holds NaN or Inf, or overflows the layer's dtype.
+        """
+        if not self.attached:
+            raise ConfigError("this LoRA is detached.", hint="Use attach_lora for the new one.")
+        lora = lora if isinstance(lora, LoraFile) else load_lora(lora)
+        own, left_out = _for_this_model(self._model, lora)
+        targets = match_modules(self._model, own, any_kind=True)
+        changes = {layer: target for target in targets for layer in target.layers}
+        beyond = [target.name for layer, target in changes.items() if layer not in self._branches]
+        larger = [
+            target.name
+            for layer, target in changes.items()
+            if layer in self._branches and not self._branches[layer].factors.takes(target.change)
+        ]
+        if beyond or larger:
+            what = "are not among those attached" if beyond else "do not fit into the attached ranks"
+            raise ModelMismatchError(
+                f"{lora}: {counted(len(beyond or larger), 'module')} {what}: {first_few(beyond or larger)}.",
+                hint="Attach the larger LoRA first, or detach this one and attach the new one.",
+            )
+        file = "" if lora.path is None else f"{lora.path}: "
+        placed = {
+            layer: branch.factors.replaced(
+                file + branch.name, changes[layer].change if layer in changes else None, layer
+            )
+            for layer, branch in self._branches.items()
+        }
+        for layer, branch in self._branches.items():
+            branch.factors = placed[layer]
+            branch.weigh(branch.weight)
+        self.applied = tuple(name for target in targets for name in target.names)
+        self.left_out = left_out
+        self._strength.path = lora.path
 
     @property
     def scale(self) -> float:
@@ -274,7 +393,7 @@ class AttachedLora:
     @property
     def dormant(self) -> tuple[str, ...]:
         """Modules whose layer has not run since the LoRA was attached; they had no effect yet."""
-        return tuple(dict.fromkeys(branch.name for branch in self._branches if not branch.has_run))
+        return tuple(dict.fromkeys(branch.name for branch in self._branches.values() if not branch.has_run))
 
     def detach(self) -> None:
         """Remove this LoRA's hooks and set its scale to 0. A second call does nothing."""
@@ -289,12 +408,26 @@ class AttachedLora:
         self.detach()
 
 
-@dataclass(eq=False)
 class Strength:
-    """The scale that all hooks of one LoRA read, and the LoRA's file, if any."""
+    """The scale that all hooks of one LoRA read, and the LoRA's file, if any.
 
-    value: float
-    path: Path | None = None
+    Compiled code reads `tensor`: it is an input there, where a number would be a constant and a new one compile anew.
+    """
+
+    def __init__(self, value: float, path: Path | None = None) -> None:
+        self.tensor = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.path = path
+        self.value = value
+
+    @property
+    def value(self) -> float:
+        """The scale."""
+        return self._value
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value = value
+        self.tensor.fill_(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +435,7 @@ class AttachedFacts:
     """One LoRA that is attached to a model.
 
     Attributes:
-        handle: Identifies the attachment: the same object as long as the LoRA stays attached.
+        handle: Identifies the attachment: the same object as long as the LoRA stays attached and is not swapped.
         path: The LoRA's file; None if it was made in memory.
         scale: Its current strength.
         layers: How many of the model's layers it changes.
@@ -318,14 +451,14 @@ class AttachedFacts:
 
 def attached_to(model: nn.Module) -> list[AttachedFacts]:
     """The LoRAs that `attach_lora` put on a model and that are still attached, in the order of the model's layers."""
-    branches: dict[Strength, list[LoraBranch]] = {}
+    branches: dict[Strength, list[LoraBranch[Any]]] = {}
     for layer in modules_in(model):
         for hook in layer._forward_hooks.values():
             if isinstance(hook, LoraBranch):
                 branches.setdefault(hook.strength, []).append(hook)
     return [
         AttachedFacts(
-            strength, strength.path, strength.value, len(own), {b.name: b.factors.whole for b in own}
+            own[0].factors, strength.path, strength.value, len(own), {b.name: b.factors.whole for b in own}
         )
         for strength, own in branches.items()
     ]
@@ -345,7 +478,19 @@ class BranchFactors(Protocol):
         """Up and down on the tensor's device and in its dtype; no up if down is the whole ΔW."""
 
 
-def _placed(name: str, change: LoraFactors | WeightChange, layer: Layer) -> BranchFactors:
+class SwappableFactors(BranchFactors, Protocol):
+    """Those of an attached file, which another's may replace."""
+
+    def takes(self, change: LoraFactors | WeightChange) -> bool:
+        """Whether a change fits into tensors of these shapes."""
+
+    def replaced(
+        self, name: str, change: LoraFactors | WeightChange | None, layer: Layer
+    ) -> "SwappableFactors":
+        """A change, or none, in tensors of these shapes."""
+
+
+def _placed(name: str, change: LoraFactors | WeightChange, layer: Layer) -> SwappableFactors:
     """A layer's change, placed beside its weight."""
     if isinstance(change, LoraFactors):
         return PlacedFactors(name, change, layer)
@@ -367,12 +512,13 @@ class PlacedDelta:
 
     scale = 1.0
 
-    def __init__(self, name: str, change: WeightChange, layer: Layer) -> None:
+    def __init__(self, name: str, change: LoraFactors | WeightChange, layer: Layer) -> None:
+        self.kind = "lora" if isinstance(change, LoraFactors) else change.kind
         weight = layer.weight.detach()
         if weight.is_meta or not weight.is_floating_point() or tuple(weight.shape) != weight_shape_of(layer):
             held = "is on the meta device" if weight.is_meta else f"is stored as {weight.dtype}"
             raise ModelMismatchError(
-                f"{name}: a change of kind {change.kind} is formed from the weight, which {held}.",
+                f"{name}: a change of kind {self.kind} is formed from the weight, which {held}.",
                 hint="Load the model unquantised, with its weights in memory, or use merge_into_model there.",
             )
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -380,7 +526,7 @@ class PlacedDelta:
             delta = formed.to(weight.device, weight.dtype).reshape(weight.shape)
         if not bool(torch.isfinite(delta).all()):
             raise NonFiniteError(
-                f"{name}: the change of kind {change.kind} holds NaN or Inf in {weight.dtype}.",
+                f"{name}: the change of kind {self.kind} holds NaN or Inf in {weight.dtype}.",
                 hint="Check the file, or run the model in bfloat16 or float32.",
             )
         self._delta = delta
@@ -390,6 +536,14 @@ class PlacedDelta:
     def whole(self) -> tuple[Tensor, Tensor, float]:
         """ΔW, and 1 in the place of down."""
         return self._delta, self._delta.new_ones(()), 1.0
+
+    def takes(self, change: LoraFactors | WeightChange) -> bool:
+        """Every change can be formed."""
+        return True
+
+    def replaced(self, name: str, change: LoraFactors | WeightChange | None, layer: Layer) -> "PlacedDelta":
+        """Another change, formed; of none, zeros."""
+        return PlacedDelta(name, change or DiffChange({"diff": torch.zeros_like(layer.weight)}), layer)
 
     def near(self, tensor: Tensor) -> tuple[None, Tensor]:
         """ΔW on the tensor's device and in its dtype."""
@@ -425,6 +579,26 @@ class PlacedFactors:
         self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         if layer.weight.is_floating_point() and not layer.weight.is_meta:
             self.near(layer.weight)
+
+    def takes(self, change: LoraFactors | WeightChange) -> bool:
+        """Whether it is plain factors of no larger rank."""
+        return isinstance(change, LoraFactors) and change.rank <= self._down.shape[0]
+
+    def replaced(self, name: str, change: LoraFactors | WeightChange | None, layer: Layer) -> "PlacedFactors":
+        """Other factors, filled up with zeros to this rank; of none, zeros alone."""
+        up, down = self._up.flatten(1), self._down.flatten(1)
+        if change is None:
+            filled = LoraFactors(torch.zeros_like(up), torch.zeros_like(down), 1.0, weight_shape_of(layer))
+        else:
+            assert isinstance(change, LoraFactors)  # `takes` refuses others
+            missing = len(down) - change.rank
+            filled = LoraFactors(
+                functional.pad(change.up, (0, missing)),
+                functional.pad(change.down, (0, 0, 0, missing)),
+                change.scale * len(down),
+                weight_shape_of(layer),
+            )
+        return PlacedFactors(name, filled, layer)
 
     @property
     def whole(self) -> tuple[Tensor, Tensor, float]:
@@ -483,21 +657,31 @@ def _balancing_shift(name: str, up: float, down: float, dtype: torch.dtype) -> i
     return shift
 
 
-class LoraBranch:
+Factors = TypeVar("Factors", bound=BranchFactors)
+
+
+class LoraBranch(Generic[Factors]):
     """The forward hook of one layer: adds the low-rank branch to the layer's output."""
 
-    def __init__(self, name: str, factors: BranchFactors, strength: Strength) -> None:
+    def __init__(self, name: str, factors: Factors, strength: Strength) -> None:
         self.name = name
         self.has_run = False
         self.factors = factors
         self.strength = strength
+        self.tensor = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.weigh(1.0)
+
+    def weigh(self, weight: float) -> None:
+        """Set the layer's own weight; compiled code reads `tensor`, as in `Strength`."""
+        self.weight = weight
+        self.tensor.fill_(weight * self.factors.scale)
 
     def __call__(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         self.has_run = True
-        strength = self.strength.value
-        if strength == 0.0:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and self.strength.value * self.weight == 0.0:
             return None  # PyTorch then keeps the layer's own output
         x = args[0] if args else kwargs["input"]
         up, down = self.factors.near(x)
@@ -512,7 +696,12 @@ class LoraBranch:
                 if isinstance(layer, nn.Linear)
                 else _CONVOLUTION_BY_WEIGHT_AXES[up.ndim](branch, up)
             )
-        return torch.add(output, branch.to(output.dtype), alpha=strength * self.factors.scale)
+        if not compiling:
+            alpha = self.strength.value * self.weight * self.factors.scale
+            return torch.add(output, branch.to(output.dtype), alpha=alpha)
+        wide = torch.promote_types(output.dtype, torch.float32)
+        scale = (self.strength.tensor * self.tensor).to(output.device, wide)
+        return torch.where(scale == 0.0, output, output + branch.to(output.dtype) * scale)
 
 
 def merge_into_model(
@@ -768,7 +957,9 @@ def _formed(change: LoraFactors | WeightChange, weight: Tensor, compute: torch.d
     return change.delta(weight.detach().to(compute), compute)
 
 
-def _formed_for(name: str, change: WeightChange, weight: Tensor, compute: torch.dtype) -> Tensor:
+def _formed_for(
+    name: str, change: LoraFactors | WeightChange, weight: Tensor, compute: torch.dtype
+) -> Tensor:
     """The change of a weight; an error names the layer."""
     try:
         return _formed(change, weight, compute)
