@@ -363,12 +363,13 @@ class AttachedLora:
                 hint="Attach the larger LoRA first, or detach this one and attach the new one.",
             )
         file = "" if lora.path is None else f"{lora.path}: "
-        placed = {
-            layer: branch.factors.replaced(
-                file + branch.name, changes[layer].change if layer in changes else None, layer
-            )
-            for layer, branch in self._branches.items()
-        }
+        with torch.inference_mode(mode=False), torch.no_grad():
+            placed = {
+                layer: branch.factors.replaced(
+                    file + branch.name, changes[layer].change if layer in changes else None, layer
+                )
+                for layer, branch in self._branches.items()
+            }
         for layer, branch in self._branches.items():
             branch.factors = placed[layer]
             branch.weigh(branch.weight)
@@ -415,7 +416,7 @@ class Strength:
     """
 
     def __init__(self, value: float, path: Path | None = None) -> None:
-        self.tensor = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.tensor = _compiled_number()
         self.path = path
         self.value = value
 
@@ -428,6 +429,12 @@ class Strength:
     def value(self, value: float) -> None:
         self._value = value
         self.tensor.fill_(value)
+
+
+def _compiled_number() -> Tensor:
+    """A number that compiled code reads anew at each call; also if made under inference mode, it can be set outside it."""
+    with torch.inference_mode(mode=False):
+        return torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,7 +675,7 @@ class LoraBranch(Generic[Factors]):
         self.has_run = False
         self.factors = factors
         self.strength = strength
-        self.tensor = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.tensor = _compiled_number()
         self.weigh(1.0)
 
     def weigh(self, weight: float) -> None:

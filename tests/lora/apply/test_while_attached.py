@@ -134,3 +134,16 @@ def test_a_swap_is_the_new_file_or_leaves_the_old_one(make_lora: MakeLora) -> No
         with pytest.raises(ModelMismatchError, match=r"5 modules do not fit into the attached ranks: stem"):
             attached.swap(make_lora(model, rank=3))
         torch.testing.assert_close(model(image), expected)
+
+
+def test_what_is_attached_under_inference_mode_can_be_set_outside_it(make_lora: MakeLora) -> None:
+    torch.manual_seed(0)
+    model, image = SmallNet(), torch.randn(1, 3, 8, 8)
+    with attach_lora(model, make_lora(model, seed=5), 0.5):
+        expected = model(image)
+    with torch.inference_mode():
+        attached = attach_lora(model, make_lora(model))
+        attached.swap(make_lora(model, seed=5))
+    attached.scale = 0.5
+    torch.testing.assert_close(model(image), expected)
+    attached.detach()
