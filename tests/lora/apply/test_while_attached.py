@@ -1,5 +1,6 @@
 """What `attach_lora` applies, and what can be changed while a LoRA is attached."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,9 +109,8 @@ def test_a_compiled_model_takes_scales_blocks_and_files_without_compiling_anew(
     def blocks() -> None:
         attached.blocks = {"down.1": 0.3}
 
-    for change, expected in zip(
-        (lambda: None, scale, blocks, lambda: attached.swap(second)), wanted, strict=True
-    ):
+    changes: list[Callable[[], None]] = [lambda: None, scale, blocks, lambda: attached.swap(second)]
+    for change, expected in zip(changes, wanted, strict=True):
         change()
         torch.testing.assert_close(compiled(x), expected)
     attached.scale = 0.0
