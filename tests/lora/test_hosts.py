@@ -200,7 +200,7 @@ def test_a_tripled_rank_with_the_alpha_kept_is_a_third_of_the_strength(tmp_path:
 def test_whole_differences_with_alphas_are_comfyuis_alone(tmp_path: Path) -> None:
     state = {
         f"diffusion_model.double_blocks.0.img_attn.proj.{end}": value
-        for end, value in (("diff", torch.ones(32, 32)), ("alpha", torch.tensor(4.0)))
+        for end, value in (("diff", torch.eye(32)), ("alpha", torch.tensor(4.0)))
     }
     save_file(state, tmp_path / "full.safetensors")
     assert of_host(tmp_path / "full.safetensors").taken == 0

@@ -144,7 +144,7 @@ def test_keys_that_belong_to_no_module_are_listed(tmp_path: Path) -> None:
 def test_spectra_of_very_high_rank_are_left_out_unless_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sigmascope.lora.inspect._MAX_SPECTRUM_RANK", 3)
+    monkeypatch.setattr("sigmascope.lora.module_strength._MAX_SPECTRUM_RANK", 3)
     tensors = factors("denoiser.conv_in", 8, 6, 4) | factors("denoiser.conv_out", 8, 6, 3)
     path = tmp_path / "lora.safetensors"
     save_file(tensors, path)

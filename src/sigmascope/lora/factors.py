@@ -19,7 +19,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, in_dtype, matrix_shape
+from sigmascope.lora.linalg import (
+    as_float64,
+    at_least_float32,
+    frobenius_norm,
+    gram_in_double,
+    in_dtype,
+    matrix_shape,
+)
 
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
 _SMALLEST_STORED_FULL_RANK = 9984.0
@@ -29,6 +36,8 @@ _PIECE: Final = 1 << 20  # elements: 4 MiB in float32
 _LARGEST_RANK_IN_ONE_PASS: Final = 128
 _LEAST_SIDE_IN_ONE_PASS: Final = 32
 
+_SMALLEST_PIVOT: Final = 1e-2
+"""Of a Cholesky factor of unit columns: the factor's error is at most about its inverse square times float64's precision."""
 CANCELLATION_SHARE: Final = 1e-10
 """Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
 
@@ -136,15 +145,25 @@ class LoraFactors:
         norms = self.frobenius_norm() * other.frobenius_norm()
         return self.inner(other) / norms if norms > 0.0 else 0.0
 
-    def singular_values(self) -> Float[Tensor, " k"]:
+    def grams(self) -> "tuple[Float[Tensor, 'r r'], Float[Tensor, 'r r']]":
+        """upᵀup and down·downᵀ, in float64."""
+        return gram_in_double(self.up), gram_in_double(self.down.mT)
+
+    def singular_values(self, grams: tuple[Tensor, Tensor] | None = None) -> Float[Tensor, " k"]:
         """The min(r, out, in) largest singular values of ΔW, falling, in float64; any others are zero.
 
         up = Q₁R₁ and downᵀ = Q₂R₂ give ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ, so they are those of the small middle, for which
-        neither Q is formed.
+        neither Q is formed. R₁ and R₂ are the Cholesky factors of the Gram matrices, which is several times as fast as
+        Householder QR; where squaring would cost more than four digits, it is QR.
+
+        Args:
+            grams: As `grams` gives them, if the caller has them.
         """
-        _, left_core = torch.linalg.qr(as_float64(self.up), mode="r")
-        _, right_core = torch.linalg.qr(as_float64(self.down).mT, mode="r")
-        values: Tensor = torch.linalg.svdvals((left_core @ right_core.mT).mul(self.scale))
+        cores = [
+            triangle if (triangle := _triangle(gram)) is not None else _by_householder(columns)
+            for columns, gram in zip((self.up, self.down.mT), grams or self.grams(), strict=True)
+        ]
+        values: Tensor = torch.linalg.svdvals((cores[0] @ cores[1].mT).mul(self.scale))
         return values
 
     def to(
@@ -191,6 +210,23 @@ class LoraFactors:
         left, left_core = torch.linalg.qr(as_float64(self.up))
         right, right_core = torch.linalg.qr(as_float64(self.down).mT)
         return left, (left_core @ right_core.mT).mul(self.scale), right
+
+
+def _triangle(gram: Float[Tensor, "r r"]) -> Tensor | None:
+    """R with RᵀR = `gram`; None where the columns, scaled to length 1, are too dependent for it to be accurate."""
+    lengths = gram.diagonal().sqrt()
+    if not bool((lengths > 0.0).all()):
+        return None
+    lower, failed = torch.linalg.cholesky_ex(gram / torch.outer(lengths, lengths))
+    if int(failed) or float(lower.diagonal().min()) < _SMALLEST_PIVOT:
+        return None
+    triangle: Tensor = lower.mT * lengths
+    return triangle
+
+
+def _by_householder(columns: Tensor) -> Tensor:
+    core: Tensor = torch.linalg.qr(as_float64(columns), mode="r").R
+    return core
 
 
 def _require_same_weight(parts: Sequence[LoraFactors]) -> None:

@@ -14,6 +14,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -28,12 +29,12 @@ from sigmascope.lora.file import PEFT_CONFIGS, LoraFile, ModuleFacts
 from sigmascope.lora.formats import is_attention_projection
 from sigmascope.lora.layer_names import to_diffusers, to_sgm
 from sigmascope.lora.module_names import FileFamily, file_family, flat, parse_name, unflattened_denoiser
-from sigmascope.lora.reader import PeftConfig, open_any_kind, read_configs
+from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
 from sigmascope.lora.verdict import verdict_finding
 from sigmascope.records.run import Finding
 from sigmascope.units import counted
 
-__all__ = ["HOSTS", "HostReading", "host_findings", "host_readings"]
+__all__ = ["HOSTS", "HostReading", "host_readings", "readings_and_findings"]
 
 
 class Host(NamedTuple):
@@ -168,17 +169,32 @@ def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
         CheckpointError: The file is missing or damaged.
         LoraFormatError: Its keys follow no known format.
     """
-    return tuple(_reading(file) for file in _before_hosts(Path(path)))
+    with open_checkpoint(Path(path)) as checkpoint:
+        lora = any_kind_in(checkpoint, check_finite=False)
+        return tuple(_reading(file) for file in _before_hosts(lora, checkpoint))
 
 
-def _before_hosts(path: Path) -> "tuple[_File, ...]":
-    with open_any_kind(path, check_finite=False) as lora, open_checkpoint(path) as checkpoint:
-        told = file_family(lora)
-        family = family_named("sd15" if told.family is None and told.is_unet else told.family)
-        modules = tuple(_modules(lora, checkpoint, family))
-        encoders = tuple(_encoder_modules(lora, checkpoint, family))
-        others = len(lora.names) - len(modules) - len(encoders)
-        configs = _configs(checkpoint)
+def readings_and_findings(
+    lora: LoraFile, checkpoint: Checkpoint
+) -> tuple[tuple[HostReading, ...], tuple[Finding, ...]]:
+    """`host_readings` of an open file, and `lora_hosts_differ` if the newest hosts do not apply it alike.
+
+    Args:
+        lora: As `any_kind_in` gives it.
+        checkpoint: The file.
+    """
+    files = _before_hosts(lora, checkpoint)
+    readings = tuple(_reading(file) for file in files)
+    return readings, tuple(_host_findings(readings, files, checkpoint.path))
+
+
+def _before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[_File, ...]":
+    told = file_family(lora)
+    family = family_named("sd15" if told.family is None and told.is_unet else told.family)
+    modules = tuple(_modules(lora, checkpoint, family))
+    encoders = tuple(_encoder_modules(lora, checkpoint, family))
+    others = len(lora.names) - len(modules) - len(encoders)
+    configs = _configs(checkpoint)
     return tuple(_File(host, family, told, modules, encoders, others, configs) for host in HOSTS)
 
 
@@ -245,11 +261,13 @@ def _judged(
 
 def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[_Module]:
     keys = frozenset(checkpoint.keys())
+    wrapped = _wrapped(keys)
     for name in lora.names:
         parts = parse_name(name).parts
         if parts and not parts[0].startswith("denoiser"):
             continue
-        own = _name_in_keys(name.removesuffix(_BIAS), keys)
+        own = name.removesuffix(_BIAS)
+        own = _PEFT_START + own if _PEFT_START + own in wrapped else own
         start = next(start for start in _STARTS if own.startswith(start))
         path, facts = own[len(start) :], lora.facts_of(name)
         dotted, namings = _namings(path, family, is_flat=start.endswith("_"))
@@ -285,10 +303,10 @@ def _module(
     return _Module(name, start, path, namings, ending, facts.kind, facts.rank, alpha, facts.weight_shape)
 
 
-def _name_in_keys(name: str, keys: frozenset[str]) -> str:
-    """A module's name as its keys have it: PEFT's own start is not part of it in a `LoraFile`."""
-    wrapped = f"{_PEFT_START}{name}."
-    return _PEFT_START + name if any(key.startswith(wrapped) for key in keys) else name
+def _wrapped(keys: frozenset[str]) -> frozenset[str]:
+    """What keys with PEFT's own start begin with, up to each dot: that start is not part of a `LoraFile`'s names."""
+    own = (key.split(".") for key in keys if key.startswith(_PEFT_START))
+    return frozenset(start for words in own for start in accumulate(words, "{}.{}".format))
 
 
 def ending_of(name: str, kind: str, keys: frozenset[str]) -> str:
@@ -521,26 +539,18 @@ def _encoder_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
     return factors
 
 
-def host_findings(readings: Sequence[HostReading], path: Path) -> tuple[Finding, ...]:
-    """`lora_hosts_differ`, if the newest hosts take other modules, or apply them with another strength.
-
-    Args:
-        readings: Of the file, as `host_readings` gives them.
-        path: The file.
-    """
+def _host_findings(
+    readings: Sequence[HostReading], files: "Sequence[_File]", path: Path
+) -> Iterator[Finding]:
     first, second = _newest(readings)
-    differing = [pair for pair in zip(first.parts, second.parts, strict=True) if _differ(*pair)]
-    if not differing:
-        return ()
-    return (
-        verdict_finding(
+    if any(_differ(*pair) for pair in zip(first.parts, second.parts, strict=True)):
+        yield verdict_finding(
             "lora_hosts_differ",
             {"diffusers": first.taken, "comfyui": second.taken, "modules": first.modules},
             first=_in_words(first),
             second=_in_words(second),
-            how=_conversion(path),
-        ),
-    )
+            how=_conversion(files, path),
+        )
 
 
 def _newest(readings: Iterable[HostReading]) -> list[HostReading]:
@@ -579,8 +589,7 @@ def strengths_in_words(reading: HostReading) -> str:
     return ", ".join(f"{factor:.3g} ({count})" for factor, count in shown[:3]) + more
 
 
-def _conversion(path: Path) -> str:
-    files = _before_hosts(path)
+def _conversion(files: "Sequence[_File]", path: Path) -> str:
     kinds = {module.kind for module in (*files[0].modules, *files[0].encoders)}
     format = _read_by_both(files) if _TO_FACTORS.issuperset(kinds) else None
     if format is None:
@@ -600,7 +609,8 @@ _WRITTEN: Final = (
 def _read_by_both(files: Sequence[_File]) -> str | None:
     """The first format in which the newest hosts read the whole file, and alike."""
     for format, start, naming, ending in _WRITTEN:
-        first, second = _newest(_reading(_as_written(file, format, start, naming, ending)) for file in files)
+        written = _as_written(files[0], format, start, naming, ending)  # files differ by their host alone
+        first, second = (_reading(written._replace(host=host)) for host in HOSTS if host.version != "0.3.64")
         whole = all(part.taken == part.modules for reading in (first, second) for part in reading.parts)
         if whole and not any(_differ(*pair) for pair in zip(first.parts, second.parts, strict=True)):
             return format

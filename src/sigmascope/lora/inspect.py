@@ -8,114 +8,31 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import groupby
-from math import prod, sqrt
 from os import PathLike
 from pathlib import Path
-from statistics import median
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from sigmascope.checkpoints import Checkpoint
-from sigmascope.errors import LoraFormatError, NonFiniteError, SigmascopeError
+from sigmascope.checkpoints import Checkpoint, open_checkpoint
+from sigmascope.errors import LoraFormatError, SigmascopeError
 from sigmascope.lora.effect import Effect, finite, weight_norm
-from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
-from sigmascope.lora.hosts import HostReading, host_findings, host_readings
-from sigmascope.lora.layer_names import block_of_module, block_position
-from sigmascope.lora.linalg import as_float64, effective_rank, max_rank, root_sum_square, stable_rank
+from sigmascope.lora.health import dead_modules, health_findings
+from sigmascope.lora.hosts import HostReading, readings_and_findings
+from sigmascope.lora.layer_names import block_position
+from sigmascope.lora.linalg import root_sum_square
+from sigmascope.lora.module_strength import ModuleStrength, measured_module
 from sigmascope.lora.parallel import run_layers
-from sigmascope.lora.reader import open_any_kind
+from sigmascope.lora.reader import any_kind_in, open_any_kind
 from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, verdict_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 from sigmascope.units import counted
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
-
-_NEAR_ZERO_RATIO: Final = 1e-3
-"""A module whose values are this small relative to the median module's has no visible effect."""
-_MAX_SPECTRUM_RANK: Final = 512
-Problem = Literal["not_finite", "needs_base"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleStrength:
-    """How strong one module of a LoRA is, and in how many directions.
-
-    Attributes:
-        name: Its name in the file.
-        kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff` or `set`.
-        shape: Of the changed weight.
-        rank: Of its factors; None if it has none.
-        parameters: Number of stored values.
-        alpha: As stored; None unless the factors are plain.
-        scale: The factor on up·down, alpha / rank; None unless the factors are plain.
-        dtype: Of plain factors, such as `float16`.
-        norm: ‖ΔW‖ at strength 1; None if there is a problem.
-        singular_values: All min(rank, out, in) of ΔW, falling; empty unless the factors are plain and the spectrum
-            was calculated.
-        dead_columns: How many columns of up change nothing, because they or their rows of down are zero.
-        problem: `not_finite`: it holds NaN or Inf. `needs_base`: what it changes depends on the base weight.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    rank: int | None
-    parameters: int
-    alpha: float | None = None
-    scale: float | None = None
-    dtype: str | None = None
-    norm: float | None = None
-    singular_values: tuple[float, ...] = ()
-    dead_columns: int = 0
-    problem: Problem | None = None
-
-    @property
-    def block(self) -> str:
-        """The module's block, named the same in every format."""
-        return block_of_module(self.name)
-
-    @property
-    def size(self) -> float | None:
-        """The root mean square of ΔW's values, ‖ΔW‖ / √(out·in), comparable between layers of any shape."""
-        return None if self.norm is None else self.norm / sqrt(max(prod(self.shape), 1))
-
-    @property
-    def largest(self) -> float | None:
-        """σ₁, the most that the change can add to an input of length 1."""
-        return self.singular_values[0] if self.singular_values else None
-
-    @property
-    def stable_rank(self) -> float | None:
-        """See `sigmascope.lora.linalg.stable_rank`."""
-        return stable_rank(self._values) if self.singular_values else None
-
-    @property
-    def effective_rank(self) -> float | None:
-        """See `sigmascope.lora.linalg.effective_rank`."""
-        return effective_rank(self._values) if self.singular_values else None
-
-    def as_dict(self, *, spectrum: bool = False) -> dict[str, Any]:
-        """The module as JSON values.
-
-        Args:
-            spectrum: Also all singular values.
-        """
-        fields = asdict(self)
-        values = fields.pop("singular_values")
-        derived = ("block", "size", "largest", "stable_rank", "effective_rank")
-        fields |= {name: getattr(self, name) for name in derived}
-        return fields | {"singular_values": list(values)} if spectrum else fields
-
-    @property
-    def _values(self) -> Float[Tensor, " k"]:
-        return torch.tensor(self.singular_values, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +124,7 @@ class LoraInspection:
     @property
     def near_zero(self) -> tuple[str, ...]:
         """Modules whose values are zero, or a thousand times smaller than the median module's."""
-        sizes = {module.name: module.size for module in self.modules if module.size is not None}
-        middle = median(size for size in sizes.values() if size > 0.0) if any(sizes.values()) else 0.0
-        return tuple(name for name, size in sizes.items() if size <= _NEAR_ZERO_RATIO * middle)
+        return dead_modules(self.modules)
 
     @property
     def dead_columns(self) -> dict[str, int]:
@@ -269,22 +184,30 @@ def inspect_lora(
         CheckpointError: The file is missing, damaged, or no file of tensors.
         LoraFormatError: Its keys follow no known format, or its factors do not fit together.
     """
-    with open_any_kind(Path(path)) as lora:
+    with open_checkpoint(path) as checkpoint:
+        lora = any_kind_in(checkpoint)
         sizes = {name: sum(lora.shape_of(name)) for name in lora.names}
         strengths: dict[str, ModuleStrength] = {}
-        for name, module in run_layers(sizes, lambda name: _measured(lora, name, full_spectrum)):
+        for name, module in run_layers(
+            sizes, lambda name: measured_module(lora, name, full_spectrum=full_spectrum)
+        ):
             strengths[name] = module
             progress(len(strengths), len(sizes), name)
-        hosts = host_readings(path)
+        modules = tuple(strengths[name] for name in lora.names)
+        hosts, hosts_differ = readings_and_findings(lora, checkpoint)
         return LoraInspection(
             path=Path(path),
             format=lora.format,
-            file_bytes=(lora.path or Path(path)).stat().st_size,
-            modules=tuple(strengths[name] for name in lora.names),
+            file_bytes=checkpoint.path.stat().st_size,
+            modules=modules,
             unused_keys=lora.unused_keys,
             metadata=dict(lora.metadata),
             hosts=hosts,
-            findings=(*_zero_findings(lora, strengths), *host_findings(hosts, Path(path))),
+            findings=(
+                *_zero_findings(lora, strengths),
+                *health_findings(modules, lora, checkpoint),
+                *hosts_differ,
+            ),
         )
 
 
@@ -297,41 +220,6 @@ def _zero_findings(lora: LoraFile, strengths: Mapping[str, ModuleStrength]) -> I
             {"modules": len(strengths), "norm": 0.0},
             modules=counted(len(strengths), "module"),
         )
-
-
-def _measured(lora: LoraFile, name: str, full_spectrum: bool) -> ModuleStrength:
-    facts = lora.facts[name]
-    module = ModuleStrength(name, facts.kind, facts.weight_shape, facts.rank, facts.parameters)
-    try:
-        change = lora.change(name)
-        if isinstance(change, LoraFactors):
-            return _with_spectrum(module, change, full_spectrum)
-        if getattr(change, "needs_base", False):
-            return replace(module, problem="needs_base")
-        return replace(module, norm=change.frobenius_norm())
-    except NonFiniteError:
-        return replace(module, problem="not_finite")
-
-
-def _with_spectrum(module: ModuleStrength, factors: LoraFactors, full: bool) -> ModuleStrength:
-    """Measure plain factors from r×r matrices. Above rank 512 the spectrum is slow, and left out unless `full`."""
-    full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _MAX_SPECTRUM_RANK
-    values = factors.singular_values().tolist() if full else []
-    return replace(
-        module,
-        alpha=factors.alpha,
-        scale=factors.scale,
-        dtype=str(factors.up.dtype).removeprefix("torch."),
-        norm=root_sum_square(values) if full else factors.frobenius_norm(),
-        singular_values=tuple(values),
-        dead_columns=_dead_columns(factors),
-    )
-
-
-def _dead_columns(factors: LoraFactors) -> int:
-    columns = as_float64(factors.up).abs().amax(dim=0)
-    rows = as_float64(factors.down).abs().amax(dim=1)
-    return int(((columns == 0.0) | (rows == 0.0)).sum())
 
 
 def _block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:

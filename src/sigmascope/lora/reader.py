@@ -59,7 +59,7 @@ from sigmascope.lora.formats import (
     recognised,
 )
 from sigmascope.lora.kinds import BASE_CHANGES, BaseChange
-from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
+from sigmascope.lora.linalg import at_least_float32, is_convolution, is_finite, is_real, max_rank
 
 _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
     "tucker": TuckerChange,
@@ -371,8 +371,8 @@ class EntryReader:
 
     def _tensor(self, key: str) -> Tensor:
         tensor = self.checkpoint.tensor(key)
-        wide = tensor.to(at_least_float32(tensor.dtype))
-        if self.check_finite and not bool(torch.isfinite(wide).all()):
+        wide = tensor.to(at_least_float32(tensor.dtype)) if tensor.dtype.itemsize == 1 else tensor
+        if self.check_finite and not is_finite(wide):
             raise NonFiniteError(
                 f"{self.checkpoint.path}: {key} holds NaN or Inf.",
                 hint="Make the file again, in bf16 or float if it was fp16.",
@@ -423,10 +423,15 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
 def open_any_kind(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
     """Open a LoRA file as `open_lora` does, or one that holds only OFT, BOFT and GLoRA; raises what `open_lora` does."""
     with open_checkpoint(path) as checkpoint:
-        lora = _opaque_file(checkpoint)
-        if lora is None:
-            lora = _lazy_file(checkpoint, check_finite=check_finite, keep_float8=False)
-        yield lora
+        yield any_kind_in(checkpoint, check_finite=check_finite)
+
+
+def any_kind_in(checkpoint: Checkpoint, *, check_finite: bool = True) -> LoraFile:
+    """The LoRA in an open file, as `open_any_kind` gives it; raises what `open_lora` does."""
+    lora = _opaque_file(checkpoint)
+    if lora is None:
+        lora = _lazy_file(checkpoint, check_finite=check_finite, keep_float8=False)
+    return lora
 
 
 def _opaque_file(checkpoint: Checkpoint) -> LoraFile | None:

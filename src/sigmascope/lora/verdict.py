@@ -159,6 +159,34 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing: alpha 0 scales its factors to zero, in {modules}.",
         "Set alpha to the rank, or to what it was trained with.",
     ),
+    # By its numbers, held to those of the same layer in other blocks.
+    "lora_damaged": VerdictRow(
+        "error",
+        "{count} look damaged, as if bytes of the file were lost or changed: {first}.",
+        "Download or copy the file again and compare its hash with the publisher's.",
+    ),
+    "lora_spikes": VerdictRow(
+        "warning",
+        "One direction stands out far above those of the same layer in other blocks, in {count}: {first}.",
+        "Such a direction often shows as a fixed pattern or colour. Cut it with sigmascope lora resize, "
+        "or train with a lower learning rate.",
+    ),
+    "lora_over_strong": VerdictRow(
+        "warning",
+        "Far stronger than the same layers in other blocks: {first}.",
+        "If images are burnt or distorted, weaken these blocks or leave them out where you load the LoRA.",
+    ),
+    "lora_rank_collapse": VerdictRow(
+        "info",
+        "{count} one or two directions of their rank: {first}.",
+        "A smaller rank holds the same: sigmascope lora resize. If you trained it, a higher learning rate or rsLoRA uses more.",
+    ),
+    "lora_dead_modules": VerdictRow(
+        "info",
+        "{count} change nothing, or a thousandth of what others do: {first}.",
+        "None if these layers get no gradient, such as the last ones of a text encoder with clip skip. Else look at what "
+        "the training left out.",
+    ),
     # By what hosts make of the file.
     "lora_hosts_differ": VerdictRow(
         "warning", "Hosts apply the file differently: {first}; {second}.", "Convert the file{how}."

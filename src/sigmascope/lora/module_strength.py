@@ -1,0 +1,230 @@
+"""How strong one module of a LoRA is, in how many directions, and what its stored tensors look like.
+
+Plain factors are measured from r×r matrices; other kinds of change are formed. Each stored tensor has its facts
+(`TensorFacts`), which `sigmascope.lora.health` holds to those of its neighbours.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod, sqrt
+from typing import Any, Final, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.errors import NonFiniteError
+from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.layer_names import block_of_module
+from sigmascope.lora.linalg import effective_rank, frobenius_norm, max_rank, root_sum_square, stable_rank
+from sigmascope.lora.reader import OpaqueChange
+
+__all__ = ["ModuleStrength", "TensorFacts", "measured_module", "stored_tensors"]
+
+_MAX_SPECTRUM_RANK: Final = 512
+_LEAST_HOLE_BYTES: Final = 256
+"""A shorter run of zeros may be chance, or rounding of small numbers."""
+_LEAST_HOLE_ELEMENTS: Final = 64
+_LARGEST_HOLE_IN_ROWS: Final = 1 / 8
+"""A larger share of whole rows is a part of a fused matrix that was left out."""
+_OTHER_ZEROS: Final = 0.01
+"""With a larger share of zeros beside the run, zeros are common in the tensor."""
+Problem = Literal["not_finite", "needs_base"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What the stored numbers of one tensor look like.
+
+    Attributes:
+        part: Which of the module's tensors: `up`, `down`, `hada_w1_a`, `magnitude`, …
+        largest: The largest absolute value.
+        norm: The root of the sum of squares.
+        hole: First element and length of a run of zeros that no row or column of zeros explains; None if there is none.
+    """
+
+    part: str
+    largest: float
+    norm: float
+    hole: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleStrength:
+    """How strong one module of a LoRA is, and in how many directions.
+
+    Attributes:
+        name: Its name in the file.
+        kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff` or `set`.
+        shape: Of the changed weight.
+        rank: Of its factors; None if it has none.
+        parameters: Number of stored values.
+        alpha: As stored; None unless the factors are plain.
+        scale: The factor on up·down, alpha / rank; None unless the factors are plain.
+        dtype: Of plain factors, such as `float16`.
+        norm: ‖ΔW‖ at strength 1; None if there is a problem.
+        singular_values: All min(rank, out, in) of ΔW, falling; empty unless the factors are plain and the spectrum
+            was calculated.
+        dead_columns: How many columns of up change nothing, because they or their rows of down are zero.
+        problem: `not_finite`: it holds NaN or Inf. `needs_base`: what it changes depends on the base weight.
+        tensors: What its stored numbers look like; empty if they are not finite.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rank: int | None
+    parameters: int
+    alpha: float | None = None
+    scale: float | None = None
+    dtype: str | None = None
+    norm: float | None = None
+    singular_values: tuple[float, ...] = ()
+    dead_columns: int = 0
+    problem: Problem | None = None
+    tensors: tuple[TensorFacts, ...] = ()
+
+    @property
+    def block(self) -> str:
+        """The module's block, named the same in every format."""
+        return block_of_module(self.name)
+
+    @property
+    def size(self) -> float | None:
+        """The root mean square of ΔW's values, ‖ΔW‖ / √(out·in), comparable between layers of any shape."""
+        return None if self.norm is None else self.norm / sqrt(max(prod(self.shape), 1))
+
+    @property
+    def largest(self) -> float | None:
+        """σ₁, the most that the change can add to an input of length 1."""
+        return self.singular_values[0] if self.singular_values else None
+
+    @property
+    def spike(self) -> float | None:
+        """σ₁ / σ₂, how far one direction stands out; None if there are not two."""
+        first, second = (*self.singular_values[:2], 0.0, 0.0)[:2]
+        return first / second if second > 0.0 else None
+
+    @property
+    def stable_rank(self) -> float | None:
+        """See `sigmascope.lora.linalg.stable_rank`."""
+        return stable_rank(self._values) if self.singular_values else None
+
+    @property
+    def effective_rank(self) -> float | None:
+        """See `sigmascope.lora.linalg.effective_rank`."""
+        return effective_rank(self._values) if self.singular_values else None
+
+    def as_dict(self, *, spectrum: bool = False) -> dict[str, Any]:
+        """The module as JSON values.
+
+        Args:
+            spectrum: Also all singular values.
+        """
+        fields = asdict(self)
+        values = fields.pop("singular_values")
+        del fields["tensors"]
+        derived = ("block", "size", "largest", "spike", "stable_rank", "effective_rank")
+        fields |= {name: getattr(self, name) for name in derived}
+        return fields | {"singular_values": list(values)} if spectrum else fields
+
+    @property
+    def _values(self) -> Float[Tensor, " k"]:
+        return torch.tensor(self.singular_values, dtype=torch.float64)
+
+
+def measured_module(lora: LoraFile, name: str, *, full_spectrum: bool = False) -> ModuleStrength:
+    """Read and measure one module.
+
+    Args:
+        lora: The open file.
+        name: Of the module.
+        full_spectrum: Also the singular values of a rank above 512.
+    """
+    facts = lora.facts[name]
+    module = ModuleStrength(name, facts.kind, facts.weight_shape, facts.rank, facts.parameters)
+    try:
+        change = lora.change(name)
+        if isinstance(change, LoraFactors):
+            return _with_spectrum(module, change, full_spectrum)
+        module = replace(module, tensors=_facts_of(stored_tensors(change)))
+        if getattr(change, "needs_base", False):
+            return replace(module, problem="needs_base")
+        return replace(module, norm=change.frobenius_norm())
+    except NonFiniteError:
+        return replace(module, problem="not_finite")
+
+
+def _with_spectrum(module: ModuleStrength, factors: LoraFactors, full: bool) -> ModuleStrength:
+    """Measure plain factors from r×r matrices. Above rank 512 the spectrum is slow, and left out unless `full`."""
+    full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _MAX_SPECTRUM_RANK
+    grams = factors.grams()
+    lengths = [gram.diagonal() for gram in grams]
+    values = factors.singular_values(grams).tolist() if full else []
+    return replace(
+        module,
+        alpha=factors.alpha,
+        scale=factors.scale,
+        dtype=str(factors.up.dtype).removeprefix("torch."),
+        norm=root_sum_square(values)
+        if full
+        else abs(factors.scale) * sqrt(max(float((grams[0] * grams[1]).sum()), 0.0)),
+        singular_values=tuple(values),
+        dead_columns=int(((lengths[0] == 0.0) | (lengths[1] == 0.0)).sum()),
+        tensors=tuple(
+            _tensor_facts(part, tensor, sqrt(float(squares.sum())))
+            for (part, tensor), squares in zip(stored_tensors(factors).items(), lengths, strict=True)
+        ),
+    )
+
+
+def stored_tensors(change: LoraFactors | WeightChange) -> Mapping[str, Tensor]:
+    """The tensors of a change by what they are, alphas left out."""
+    if isinstance(change, LoraFactors):
+        return {"up": change.up, "down": change.down}
+    if isinstance(change, DoraChange):
+        return {**stored_tensors(change.direction), "magnitude": change.magnitude}
+    return change.parts if isinstance(change, Adapter | OpaqueChange) else {}
+
+
+def _facts_of(tensors: Mapping[str, Tensor]) -> tuple[TensorFacts, ...]:
+    return tuple(_tensor_facts(part, tensor, frobenius_norm(tensor)) for part, tensor in tensors.items())
+
+
+def _tensor_facts(part: str, tensor: Tensor, norm: float) -> TensorFacts:
+    if tensor.numel() == 0:
+        return TensorFacts(part, 0.0, norm)
+    low, high = tensor.aminmax()
+    zeros = tensor.numel() - int(torch.count_nonzero(tensor))
+    hole = _hole(tensor) if _is_long(zeros, tensor) and norm > 0.0 else None
+    return TensorFacts(part, max(-float(low), float(high)), norm, hole)
+
+
+def _is_long(run: int, tensor: Tensor) -> bool:
+    return run >= _LEAST_HOLE_ELEMENTS and run * tensor.dtype.itemsize >= _LEAST_HOLE_BYTES
+
+
+def _hole(tensor: Tensor) -> tuple[int, int] | None:
+    """The longest run of zeros in the order of the file, if only lost bytes explain it.
+
+    Rows and columns that are zero as a whole are common: directions that were cut or never trained, and parts of a
+    fused matrix that were left out.
+    """
+    stored = tensor if tensor.is_contiguous() else tensor.mT
+    matrix = stored.reshape(stored.shape[0], -1) == 0
+    rows, width = matrix.shape
+    zeros = matrix & ~matrix.all(dim=0)
+    marks = torch.nn.functional.pad(zeros.flatten().to(torch.int8), (1, 1)).diff()
+    starts, ends = (marks == 1).nonzero().flatten(), (marks == -1).nonzero().flatten()
+    if len(starts) == 0:
+        return None
+    longest = int((ends - starts).argmax())
+    start, length = int(starts[longest]), int(ends[longest] - starts[longest])
+    if not _is_long(length, tensor) or int(zeros.sum()) - length > _OTHER_ZEROS * zeros.numel():
+        return None
+    whole_rows = start % width == 0 and length % width == 0
+    if whole_rows and (length // width <= 1 or length >= _LARGEST_HOLE_IN_ROWS * rows * width):
+        return None
+    return start, length
