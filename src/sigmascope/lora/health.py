@@ -223,27 +223,22 @@ def _strong_blocks(modules: Sequence[ModuleStrength]) -> Iterator[tuple[str, flo
 
 
 def _far_above(values: Mapping[str, tuple[float, str]]) -> Iterator[tuple[str, float]]:
-    """Names whose value is far above their group's, and how many times its median; small groups are held to all."""
-    groups = {
-        role: [value for value, _ in members]
-        for role, members in _groups(list(values.values()), lambda item: item[1]).items()
-    }
+    """Names whose value is far above their group's, and how many times its median; small groups are held to all.
+
+    The spread is that of all groups around their own medians: of a group of eight it is too uncertain.
+    """
     whole = [value for value, _ in values.values()]
-    spreads = {
-        role: _middle_and_limit(group if len(group) > _FEWEST_PEERS else whole)
-        for role, group in groups.items()
+    if len(whole) <= _FEWEST_PEERS:
+        return
+    groups = _groups(list(values.values()), lambda item: item[1])
+    middles = {
+        role: median([value for value, _ in members] if len(members) > _FEWEST_PEERS else whole)
+        for role, members in groups.items()
     }
-    for name, (value, role) in values.items():
-        middle, limit = spreads[role]
-        if value > limit and len(whole) > _FEWEST_PEERS:
-            yield name, value / middle
-
-
-def _middle_and_limit(values: Sequence[float]) -> tuple[float, float]:
-    """The median of positive values, and what is far above it."""
-    middle = median(values)
-    spread = _MAD_TO_DEVIATION * median(abs(log(value / middle)) for value in values)
-    return middle, middle * exp(max(log(_FAR), min(_DEVIATIONS * spread, _LARGEST_EXPONENT)))
+    times = {name: value / middles[role] for name, (value, role) in values.items()}
+    spread = _MAD_TO_DEVIATION * median(abs(log(ratio)) for ratio in times.values())
+    limit = exp(max(log(_FAR), min(_DEVIATIONS * spread, _LARGEST_EXPONENT)))
+    yield from ((name, ratio) for name, ratio in times.items() if ratio > limit)
 
 
 def _collapsed(modules: Sequence[ModuleStrength], of: int) -> Iterator[Finding]:
