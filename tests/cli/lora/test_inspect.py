@@ -274,3 +274,28 @@ def test_a_strength_that_is_not_finite_is_refused(
     outcome = inspect(lora, "--model", model, "--arrives", "--strength", strength)
     assert outcome.code == 2
     assert "--strength must be finite" in outcome.err
+
+
+def test_loras_together_show_signed_interference(inspect: Terminal, lora: Path, tmp_path: Path) -> None:
+    opposite = tmp_path / "opposite.safetensors"
+    tensors = load_file(lora)
+    tensors[f"{PROJ}.alpha"] *= -1.0
+    save_file(tensors, opposite)
+    outcome = inspect(lora, opposite, "--together")
+    assert outcome.code == 0
+    assert "3 of 3" in outcome.out
+    assert {"100 %", "-100 %"} <= {line.rsplit("  ", 1)[-1].strip() for line in outcome.out.splitlines()}
+    modules = json.loads(inspect(lora, opposite, "--together", "--json").out)["modules"]
+    signs = {module["name"]: round(module["interference"], 6) for module in modules}
+    assert signs == {name: -1.0 if name == PROJ else 1.0 for name in SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [((), "Add --together"), (("--together", "--full_spectrum"), "with --verbose and --json alone")],
+)
+def test_several_loras_need_together_alone(
+    inspect: Terminal, lora: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    outcome = inspect(lora, lora, *arguments)
+    assert (outcome.code, says in " ".join(outcome.err.split())) == (2, True)

@@ -34,6 +34,7 @@ from sigmascope.cli.console import (
     table,
     title,
 )
+from sigmascope.cli.lora.together import show_together
 from sigmascope.cli.options import AsJson, found_model
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.svg import FAINT, Bar, Label, Line, Shape, mixed, strip
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode="rich")
 EPILOG = (
     "Examples: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg\n\n"
-    "sigmascope lora inspect my_lora.safetensors --model flux_nvfp4.safetensors --arrives --strength 0.8"
+    "sigmascope lora inspect my_lora.safetensors --model flux_nvfp4.safetensors --arrives --strength 0.8\n\n"
+    "sigmascope lora inspect style.safetensors character.safetensors --together"
 )
 
 
@@ -73,7 +75,21 @@ _UNKNOWN: Final = "#bdbdbd"
 
 @app.command("inspect", epilog=EPILOG)
 def inspect(
-    lora: Annotated[Path, typer.Argument(help="LoRA file of any format.", show_default=False)],
+    loras: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="LORA",
+            help="LoRA file of any format; several with --together.",
+            show_default=False,
+        ),
+    ],
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="Show how several LoRAs add up at strength 1: where they strengthen and where they cancel each other.",
+        ),
+    ] = False,
     full_spectrum: Annotated[
         bool,
         typer.Option(
@@ -125,9 +141,25 @@ def inspect(
 
     With --model the exit code is 1 if a module matches no weight of the model,
     or holds NaN or Inf. Only the model's header is read, however it is stored.
+
+    Interference (--together) is 2·Σ<ΔWᵢ, ΔWⱼ> / Σ‖ΔWᵢ‖²: 0 for unrelated LoRAs,
+    100 % for two equal ones, -100 % where they cancel each other.
     """
     from sigmascope.lora.inspect import inspect_lora
 
+    if together:
+        if model or picture or full_spectrum or relative_strength or arrives or strength != 1.0:
+            raise ConfigError(
+                "--together goes with --verbose and --json alone.",
+                hint="Inspect each LoRA alone for the rest.",
+            )
+        show_together(loras, verbose=verbose, as_json=as_json)
+        return
+    if len(loras) > 1:
+        raise ConfigError(
+            "Only one LoRA is inspected at a time.", hint="Add --together to see how they add up."
+        )
+    (lora,) = loras
     if relative_strength and model is None:
         raise ConfigError("--relative_strength needs a model.", hint="Give the checkpoint with --model.")
     if arrives and model is None:
