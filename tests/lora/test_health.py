@@ -132,6 +132,14 @@ def test_a_whole_strong_block_is_told_as_one(tmp_path: Path) -> None:
     assert "transformer_blocks.2, the whole block" in str(told.evidence["first"])
 
 
+def test_a_layer_that_spikes_in_every_block_is_told(tmp_path: Path) -> None:
+    tensors = sound_file(0, spread=0.0)
+    for block in range(BLOCKS):
+        spike(tensors, module(block, LAYERS[1]))
+    (told,) = found(tmp_path, tensors).values()
+    assert (told.id, told.evidence["modules"]) == ("lora_spikes", BLOCKS)
+
+
 def test_a_nan_is_told_with_its_key_and_place(tmp_path: Path) -> None:
     tensors = sound_file(0)
     key = f"{module(4, LAYERS[0])}.lora_down.weight"

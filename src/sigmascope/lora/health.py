@@ -82,7 +82,7 @@ def health_findings(
     damaged = dict(_damage(modules, lora))
     yield from _damaged(damaged, len(modules))
     sound = [module for module in modules if module.name not in damaged]
-    spiking = dict(_spikes(sound))
+    spiking = dict(_spiking_layers(sound)) | dict(_spikes(sound))
     yield from _of_modules("lora_spikes", spiking, len(modules))
     even = [module for module in sound if module.name not in spiking]
     yield from _over_strong(even)
@@ -177,6 +177,22 @@ def _spikes(modules: Sequence[ModuleStrength]) -> Iterator[tuple[str, float]]:
         module = next(module for module in modules if module.name == name)
         if len(module.singular_values) > 1 and (module.spike is None or module.spike > _SPIKE):
             yield name, times
+
+
+def _spiking_layers(modules: Sequence[ModuleStrength]) -> Iterator[tuple[str, float]]:
+    """Modules of a layer that spikes in every block while the others do not, with σ₁ over the others' median."""
+    groups = _groups([module for module in modules if module.spike], lambda module: _role(module.name))
+    for role, group in groups.items():
+        others = [module for other, members in groups.items() if other != role for module in members]
+        if min(len(group), len(others)) > _FEWEST_PEERS:
+            spike, largest = (_middle(group, name) for name in ("spike", "largest"))
+            calm, middle = (_middle(others, name) for name in ("spike", "largest"))
+            if spike > _SPIKE and calm < _SPIKE / 2 and largest > _SPIKE / 2 * middle:
+                yield from ((module.name, (module.largest or 0.0) / middle) for module in group)
+
+
+def _middle(modules: Sequence[ModuleStrength], name: str) -> float:
+    return float(median(getattr(module, name) for module in modules))
 
 
 def _over_strong(modules: Sequence[ModuleStrength]) -> Iterator[Finding]:

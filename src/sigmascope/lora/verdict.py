@@ -167,7 +167,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_spikes": VerdictRow(
         "warning",
-        "One direction stands out far above those of the same layer in other blocks, in {count}: {first}.",
+        "One direction stands out far above those of the same layer in other blocks, or of other layers, in {count}: {first}.",
         "Such a direction often shows as a fixed pattern or colour. Cut it with sigmascope lora resize, "
         "or train with a lower learning rate.",
     ),
