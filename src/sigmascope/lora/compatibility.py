@@ -67,8 +67,8 @@ _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
     """Say for every module of a LoRA whether it changes a weight of a model, and if not, why not.
 
-    Names of every format (kohya, PEFT, native, ComfyUI) and of all known families are understood, so a module that is
-    unmatched here matches in no loader. A loader may know fewer names; the findings say where that is known.
+    Names of every format (kohya, PEFT, native, ComfyUI) and of all known families are understood. A loader may know
+    fewer names, and the findings say where that is known; it may also know names that are unmatched here.
 
     Args:
         lora: A file of any format, or a LoRA in memory.
