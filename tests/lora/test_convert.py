@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, LoraFormatError
+from sigmascope.lora import loadable
 from sigmascope.lora.adapters import DiffChange, LohaChange
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.hosts import HostReading
+from sigmascope.lora.loadable import loads_in_words
 from sigmascope.lora.module_names import parse_names
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.writer import save_lora
@@ -589,13 +593,6 @@ def test_peft_is_refused_for_a_model_whose_names_may_not_be_diffusers(tmp_path: 
     (folder / "config.json").write_text(
         '{"_class_name": "Flux2Transformer2DModel", "_diffusers_version": "0.37"}'
     )
-    # The class is diffusers', but the names are not: nothing would load them.
-    target.write_bytes(b"what was there")
-    with pytest.raises(
-        LoraFormatError, match="diffusers would take none of its 6 modules in the peft format"
-    ):
-        convert_lora(source, target, "peft", model=folder / "model.safetensors")
-    assert target.read_bytes() == b"what was there"
     report = convert_lora(source, target, "peft", model=folder / "model.safetensors")
     assert report.modules == len(dotted)
 
@@ -653,3 +650,27 @@ def test_names_of_an_unknown_family_that_a_pipelines_component_owns_stay(tmp_pat
     path = saved(tmp_path / "in.safetensors", ["transformer.my_blocks.0.attn.to_q"])
     convert_lora(path, tmp_path / "out.safetensors", "peft")
     assert load_file(tmp_path / "out.safetensors").keys() == load_file(path).keys()
+
+
+def test_what_its_host_would_not_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that stood there stays, and nothing is left beside it."""
+    source, target = flux2_lora(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    target.write_bytes(b"what was there")
+    none = HostReading("diffusers", 6, 0, {})
+    monkeypatch.setattr(loadable, "loads_of", lambda path: {"diffusers": none, "comfyui": none})
+    with pytest.raises(
+        LoraFormatError, match="diffusers would take none of its 6 modules in the peft format"
+    ):
+        convert_lora(source, target, "peft", family="flux2")
+    assert target.read_bytes() == b"what was there"
+    assert {path.name for path in tmp_path.iterdir()} == {"in.safetensors", "out.safetensors"}
+
+
+def test_what_each_host_takes_is_said_with_its_strength(tmp_path: Path) -> None:
+    source, target = flux2_lora(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    convert_lora(source, target, "peft", family="flux2")
+    said = loads_in_words(target)
+    assert re.fullmatch(r"diffusers (\d+) of \1 × 1, ComfyUI (\d+) of \2 × 1", said), said
+    odd = tmp_path / "odd.safetensors"
+    save_file({f"my.{end}.weight": torch.ones(4, 4) for end in ("lora_A", "lora_B")}, odd)
+    assert loads_in_words(odd).startswith("diffusers unverified (the model family is not known)")
