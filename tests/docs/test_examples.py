@@ -30,7 +30,16 @@ def pages() -> list[Path]:
     ]
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+LONG = ("bench", "lora-apply")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONG else [])
+        for page in pages()
+    ],
+)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(examples(page), str(page), "exec"), {"__name__": "__main__"})

@@ -494,6 +494,7 @@ def sd3_named(models: Models, folder: Path) -> Models:
     return save_models(folder, *renamed)
 
 
+@pytest.mark.slow
 def test_by_default_a_model_of_many_steps_gets_spread_ranks_and_one_of_a_single_step_does_not(
     models: Models, tmp_path: Path
 ) -> None:

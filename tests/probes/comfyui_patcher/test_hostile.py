@@ -111,6 +111,7 @@ def shared_patcher() -> ModelPatcher:
     return ModelPatcher(BaseModel())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.recursive(

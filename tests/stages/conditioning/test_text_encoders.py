@@ -267,7 +267,7 @@ def test_a_pipeline_holds_its_encoders_and_tokenizers(make_clip: Any, clip_token
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it first compiles
-@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+@pytest.mark.parametrize("wrap", [pytest.param(torch.compile, marks=pytest.mark.slow), nn.DataParallel])
 def test_a_wrapped_model_is_seen_through(make_clip: Any, wrap: Any) -> None:
     for clip in (wrap(make_clip(768)), {"text_encoder": wrap(make_clip(768))}):
         assert [encoder.family for encoder in find_encoders(clip)] == ["CLIP-L"]

@@ -97,6 +97,7 @@ def surface(tmp_path: Path, sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     return path
 
 
+@pytest.mark.slow
 def test_lbm_s_own_yaml_trains_as_it_is(surface: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = load_train_settings(surface, allow_pipe=True)
     planned = dry_run(settings)
@@ -149,6 +150,7 @@ def test_a_base_of_another_backbone_is_not_taken_for_this_one(surface: Path) -> 
         dry_run(load_train_settings(surface, allow_pipe=True))
 
 
+@pytest.mark.slow
 def test_a_base_is_not_kept_when_the_files_of_its_backbone_have_changed(
     surface: Path, sdxl_folder: Path
 ) -> None:
