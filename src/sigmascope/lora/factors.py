@@ -159,10 +159,14 @@ class LoraFactors:
         Args:
             grams: As `grams` gives them, if the caller has them.
         """
-        cores = [
-            triangle if (triangle := _triangle(gram)) is not None else _by_householder(columns)
-            for columns, gram in zip((self.up, self.down.mT), grams or self.grams(), strict=True)
-        ]
+        cores: list[Tensor] = []
+        for place, columns in enumerate((self.up, self.down.mT)):
+            is_tall = (
+                columns.shape[0] >= columns.shape[1]
+            )  # of a wide one the Gram matrix may be larger than all else
+            gram = None if not is_tall else gram_in_double(columns) if grams is None else grams[place]
+            triangle = None if gram is None else _triangle(gram)
+            cores.append(_by_householder(columns) if triangle is None else triangle)
         values: Tensor = torch.linalg.svdvals((cores[0] @ cores[1].mT).mul(self.scale))
         return values
 

@@ -18,7 +18,14 @@ from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import block_of_module
-from sigmascope.lora.linalg import effective_rank, frobenius_norm, max_rank, root_sum_square, stable_rank
+from sigmascope.lora.linalg import (
+    as_float64,
+    effective_rank,
+    frobenius_norm,
+    max_rank,
+    root_sum_square,
+    stable_rank,
+)
 from sigmascope.lora.reader import OpaqueChange
 
 __all__ = ["ModuleStrength", "TensorFacts", "measured_module", "stored_tensors"]
@@ -160,17 +167,27 @@ def measured_module(lora: LoraFile, name: str, *, full_spectrum: bool = False) -
 def _with_spectrum(module: ModuleStrength, factors: LoraFactors, full: bool) -> ModuleStrength:
     """Measure plain factors from r×r matrices. Above rank 512 the spectrum is slow, and left out unless `full`."""
     full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _MAX_SPECTRUM_RANK
-    grams = factors.grams()
-    lengths = [gram.diagonal() for gram in grams]
+    is_wide = factors.rank > max_rank(factors.weight_shape)  # the change is smaller than its Gram matrices
+    grams = None if is_wide else factors.grams()
+    columns = (as_float64(factors.up), as_float64(factors.down).mT)
+    lengths = (
+        [part.square().sum(dim=0) for part in columns]
+        if grams is None
+        else [gram.diagonal() for gram in grams]
+    )
     values = factors.singular_values(grams).tolist() if full else []
+    if full:
+        norm = root_sum_square(values)
+    elif grams is None:
+        norm = float(torch.linalg.vector_norm(factors.delta(torch.float64)))
+    else:
+        norm = abs(factors.scale) * sqrt(max(float((grams[0] * grams[1]).sum()), 0.0))
     return replace(
         module,
         alpha=factors.alpha,
         scale=factors.scale,
         dtype=str(factors.up.dtype).removeprefix("torch."),
-        norm=root_sum_square(values)
-        if full
-        else abs(factors.scale) * sqrt(max(float((grams[0] * grams[1]).sum()), 0.0)),
+        norm=norm,
         singular_values=tuple(values),
         dead_columns=int(((lengths[0] == 0.0) | (lengths[1] == 0.0)).sum()),
         tensors=tuple(

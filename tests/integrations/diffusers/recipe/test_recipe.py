@@ -22,7 +22,7 @@ from sigmascope.integrations.diffusers.arguments import other_arguments
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.records.run import Run
-from sigmascope.stages import lora_on_model
+from sigmascope.stages import lora_findings
 
 pytestmark = pytest.mark.filterwarnings("ignore:No LoRA keys", "ignore:Already found a `peft_config`")
 
@@ -248,7 +248,7 @@ def test_a_lora_that_acts_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.
         looks.append(applied)
         return []
 
-    monkeypatch.setattr(lora_on_model, "all_idle", look)
+    monkeypatch.setattr(lora_findings, "all_idle", look)
     pipeline = loaded(lora_file(tmp_path, seed=9))
     for strengths in ([1.0], [1.0], [0.5]):
         pipeline.set_adapters(["style"], strengths)
