@@ -64,7 +64,7 @@ def fine_tune(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return FineTune(str(request.param), tmp_path_factory.mktemp("fine-tune"))
 
 
-@pytest.mark.parametrize("rank", [2])
+@pytest.mark.parametrize("rank", [2, 8])
 def test_statistics_give_nearer_pictures_than_a_fixed_rank_of_the_same_bytes(
     fine_tune: FineTune, rank: int
 ) -> None:

@@ -5,17 +5,15 @@ from typing import Any, Final, NamedTuple
 
 from sigmascope import units
 from sigmascope.analysis.rules import Seen, rule
-from sigmascope.analysis.run_figures import known, waited_seconds
+from sigmascope.analysis.run_figures import BUSY, MUCH_WAITED, known, waited_seconds
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.performance import ProcessorUse, others_of, processor_use_of
 from sigmascope.records.run import Run
 
 WAITED: Final = "time.waited_for_processor"
-_LEAST_SHARE: Final = 0.25
 _LEAST_SHARE_OF_RUN: Final = 0.1
 """A stage that waited is told of if its waiting is this share of the run."""
 _LEAST_SECONDS: Final = 0.2
-_MUCH_USED_BY_OTHERS: Final = 0.1
 
 
 class _Wait(NamedTuple):
@@ -54,7 +52,7 @@ def waited_for_a_processor(run: Run) -> Iterator[Seen]:
     many = [
         wait
         for wait in _waits(run)
-        if wait.waited > _LEAST_SHARE * wait.seconds and wait.waited > _LEAST_SECONDS
+        if wait.waited > MUCH_WAITED * wait.seconds and wait.waited > _LEAST_SECONDS
     ]
     whole = [wait for wait in many if wait.stage is None]
     parts = [wait for wait in many if wait.waited > _LEAST_SHARE_OF_RUN * run.seconds]
@@ -86,7 +84,7 @@ def _cause(wait: _Wait, others: float | None) -> tuple[str, str]:
             f"the quota of its control group held it back for {units.seconds(throttled)}",
             "Raise the container's limit (docker run --cpus, resources.limits.cpu), or use fewer threads (OMP_NUM_THREADS).",
         )
-    if others is None or others > _MUCH_USED_BY_OTHERS:
+    if others is None or others > BUSY:
         share = "" if others is None else f", which used {100 * others:.0f} % of them"
         return f"other programs{share}", "Its times tell of a busy machine: measure again when it is idle."
     return (

@@ -12,21 +12,20 @@ from typing import Final, NamedTuple
 from sigmascope import units
 from sigmascope.analysis.generations import Case, cases
 from sigmascope.analysis.rules import Seen, rule
-from sigmascope.analysis.run_figures import known, step_seconds, theil_sen, waited_seconds
+from sigmascope.analysis.rules_time import is_slow_first_step
+from sigmascope.analysis.run_figures import MUCH_WAITED, known, step_seconds, theil_sen, waited_seconds
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.performance import processor_use_of
 from sigmascope.records.run import Run, Stage, stage_seconds
 
 RECUR: Final = "series.first_steps_recur"
 SLOW_DOWN: Final = "series.slows_down"
-_LEAST_FIRST_STEP_RATIO: Final = 3.0
 _LEAST_EXCESS_SECONDS: Final = 0.5
 _FEWEST_FOR_DRIFT: Final = 6
 """Sen's bounds with a confidence of 99 % take as many."""
 _LEAST_DRIFT: Final = 0.1
 _FEWEST_FOR_OUTLIER: Final = 5
 _LEAST_OUTLIER_RATIO: Final = 2.0
-_MOST_WAITED: Final = 0.25
 _MOST_NAMED: Final = 6
 
 
@@ -57,7 +56,7 @@ class _Generation(NamedTuple):
     @property
     def is_slow_at_first(self) -> bool:
         """Whether that is much."""
-        return self.first >= _LEAST_FIRST_STEP_RATIO * self.usual and self.excess >= _LEAST_EXCESS_SECONDS
+        return is_slow_first_step(self.first, self.usual)
 
     def work(self) -> tuple[object, ...]:
         """What decides how much a step works; two generations of the same have the same shapes."""
@@ -166,7 +165,7 @@ def slows_down(run: Run) -> Iterator[Seen]:
         by_work.setdefault(generation.work(), []).append(generation)
     for alike in by_work.values():
         usual = [one.usual for one in alike]
-        if len(alike) < _FEWEST_FOR_DRIFT or _waited(alike) > _MOST_WAITED:
+        if len(alike) < _FEWEST_FOR_DRIFT or _waited(alike) > MUCH_WAITED:
             continue
         slope = theil_sen(usual)
         grown = slope.value * (len(alike) - 1)
@@ -249,6 +248,6 @@ def _why(odd: _Generation) -> str:
     if use is None:
         return ""
     waited = waited_seconds(use) or 0.0
-    if waited > _MOST_WAITED * odd.case.seconds:
+    if waited > MUCH_WAITED * odd.case.seconds:
         return f"; it waited {units.seconds(waited)} for a processor"
     return f"; {use.major_faults:,} pages were read from a disk" if (use.major_faults or 0) >= 100 else ""

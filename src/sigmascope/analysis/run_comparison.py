@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, Final, Literal
 
 from sigmascope.analysis.run_figures import (
+    MUCH_WAITED,
     Figure,
     Unit,
     figures_of,
@@ -49,8 +50,6 @@ _LEAST_CHANGES_OF_FEW: Final[dict[Unit, tuple[float, float]]] = {"seconds": (0.1
 """The least change that is no noise: of enough values to separate, and of fewer."""
 _LEAST_SECONDS_OF_FEW: Final = 0.1
 """Other programs may delay a few runs by this much."""
-_MOST_WAITED: Final = 0.25
-"""Of a time of which more was waited for a processor, the clock on the wall tells nothing."""
 _MUCH_EXPLAINED: Final = 0.2
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
 MAX_SLOWDOWN: Final = 0.03
@@ -204,7 +203,7 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
     differs = not is_noise(ours, theirs, new.unit, limits=limits, least_seconds=least_seconds)
     if waited is not None:
         is_estimate = new.is_estimate or baseline.is_estimate
-        is_much = max(waited) > _MOST_WAITED and (differs or not is_estimate)
+        is_much = max(waited) > MUCH_WAITED and (differs or not is_estimate)
         if is_much or (differs and _explained_by_waiting(new, baseline)):
             unavailable["wall"] = waited_in_words(waited, is_estimate=is_estimate)
             if new.own and baseline.own:

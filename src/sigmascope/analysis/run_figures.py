@@ -27,7 +27,10 @@ GENERATION: Final = "generation"
 _PERCENTILES: Final = (50, 90, 99)
 _NOISY: Final = 0.05
 _DRIFT: Final = 0.05
-_BUSY: Final = 0.1
+BUSY: Final = 0.1
+"""Of the processors: what other programs use beyond this counts as a busy machine."""
+MUCH_WAITED: Final = 0.25
+"""Of a time of which more was waited for a processor, the clock on the wall tells nothing."""
 _ALL_IN_USE: Final = 0.9
 _FEWEST_FOR_DRIFT: Final = 6
 
@@ -138,7 +141,7 @@ def _is_crowded(run: Run, others: float) -> bool:
     use, host = processor_use_of(run.facts), run.host
     if use is None or host is None or not host.cpu_count_logical or run.seconds <= 0:
         return False
-    return others > _BUSY and others + use.own_seconds / run.seconds / host.cpu_count_logical > _ALL_IN_USE
+    return others > BUSY and others + use.own_seconds / run.seconds / host.cpu_count_logical > _ALL_IN_USE
 
 
 def waited_seconds(use: ProcessorUse) -> float | None:
@@ -425,7 +428,7 @@ def _drift(seconds: Sequence[float]) -> float | None:
 
 def _note_on_others(runs: Sequence[Run]) -> Iterator[str]:
     shares = [share for run in runs if (share := others_of(run.facts)) is not None]
-    if shares and fmean(shares) > _BUSY:
+    if shares and fmean(shares) > BUSY:
         yield (
             f"Other programs used {_percent(fmean(shares))} of the processor meanwhile: these are the times of a "
             "busy machine."

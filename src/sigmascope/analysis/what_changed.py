@@ -31,7 +31,7 @@ from sigmascope.analysis.run_comparison import (
     Limits,
     compare_totals,
 )
-from sigmascope.analysis.run_figures import total_of
+from sigmascope.analysis.run_figures import BUSY, total_of
 from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, is_duration, names_in
 
 _PREDICTION_TOLERANCE: Final = 0.2
@@ -80,8 +80,6 @@ _LOAD: Final = (OTHERS_USED, FAULTS, READ, COLLECTED)
 _MOST_UNREAD: Final = 4
 _BEYOND: Final = "what your own code does between the pipeline's stages is not looked at"
 _MOST_CHANGE_OF_OWN: Final = 0.1
-_NOT_COMPARABLE: Final = "The times are not comparable"
-_MUCH_USED_BY_OTHERS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +125,17 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     output = first_difference(new, baseline)
     is_seeded = NOT_SET not in recipe_of_runs([*new, *baseline]).get("seed", NOT_SET)
     total = _compared_totals(new, baseline, limits)
+    time = _time_sentence(total, new, baseline, rows, recipe)
+    is_comparable = total is None or total.is_comparable
     sentences = [
-        _time_sentence(total, new, baseline, rows, recipe),
+        time,
         _output_sentence(output, recipe, not_looked_at([*baseline, *new]), is_seeded=is_seeded),
     ]
     text = " ".join(filter(None, sentences))
     # Load from other programs is not a change of the run: only a time that it may explain has it.
-    is_timed = sentences[0] is not None and not sentences[0].startswith(_NOT_COMPARABLE)
+    is_timed = time is not None and is_comparable
     changes = [_in_words(name, sides) for name, sides in recipe.items() if name != OTHERS_USED or is_timed]
-    if not sentences[0] and (text or changes):
+    if time is None and (text or changes):
         sentences.insert(0, "Times are as before.")
     callback = recipe.get("callback", ("", ""))[1]
     is_mentioned = any(change in text for change in changes) or (callback != "" and callback in text)
@@ -143,8 +143,8 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
-    if sentences[0] is not None and sentences[0].startswith(_NOT_COMPARABLE):
-        sentences = [*sentences[1:], sentences[0]]  # what can be told comes first
+    if time is not None and not is_comparable:
+        sentences = [*sentences[1:], time]  # what can be told comes first
     else:
         sentences.append(_caution(total))
     return WhatChanged(
@@ -246,8 +246,8 @@ def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Seq
     others = used_by_others(side)
     who = ""
     if others is not None and "other programs" not in compared.unavailable["wall"]:
-        who = "; other programs ran" if others > _MUCH_USED_BY_OTHERS else "; no other program ran"
-    text = f"{_NOT_COMPARABLE}: {compared.unavailable['wall']}{who}."
+        who = "; other programs ran" if others > BUSY else "; no other program ran"
+    text = f"The times are not comparable: {compared.unavailable['wall']}{who}."
     if compared.ratio is None or not (total_of(new).own and total_of(baseline).own):
         return text
     change = f"{units.seconds(compared.baseline)} → {units.seconds(compared.new)}"
