@@ -21,10 +21,10 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from sigmascope.lora.apply import MergedLora, merge_into_model
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.live_merge import MergedLora, merge_into_model
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.writer import save_lora
 

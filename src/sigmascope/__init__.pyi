@@ -66,7 +66,8 @@ from .lora.file import LoraFile as LoraFile
 from .lora.factors import LoraFactors as LoraFactors
 
 # Apply LoRAs: on a live model, attached or merged; merged into a checkpoint; side by side as pictures
-from .lora.apply import attach_lora as attach_lora, merge_into_model as merge_into_model
+from .lora.apply import attach_lora as attach_lora
+from .lora.live_merge import merge_into_model as merge_into_model
 from .pipeline.lora_grid import LoraGrid as LoraGrid, lora_grid as lora_grid
 from .lora.checkpoint_merge import merge_into_checkpoint as merge_into_checkpoint
 

@@ -19,6 +19,7 @@ _MODULES = (
     "sigmascope.lora.checkpoint_merge",
     "sigmascope.lora.compare",
     "sigmascope.lora.inspect",
+    "sigmascope.lora.live_merge",
     "sigmascope.lora.resize",
     "sigmascope.lora.validate",
 )

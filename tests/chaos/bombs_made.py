@@ -556,7 +556,7 @@ def merge(path: Path) -> object:
     """A LoRA merged into a live model."""
     from torch import nn
 
-    from sigmascope.lora.apply import merge_into_model
+    from sigmascope.lora.live_merge import merge_into_model
     from sigmascope.lora.reader import open_lora
 
     model = nn.Module()
@@ -676,6 +676,7 @@ def main(folder: Path, kinds: Sequence[str]) -> None:
     import sigmascope.lora.checkpoint_merge
     import sigmascope.lora.compare
     import sigmascope.lora.inspect
+    import sigmascope.lora.live_merge
     import sigmascope.lora.resize
     import sigmascope.lora.validate  # noqa: F401 - loaded before memory is bounded
 

@@ -41,13 +41,14 @@ from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.samples import decode_picture
 from sigmascope.lbm.shards import read_shard
 from sigmascope.lbm.training.settings import load_train_settings
-from sigmascope.lora.apply import attach_lora, merge_into_model
+from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 from sigmascope.lora.compare import compare_loras
 from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.inspect import inspect_lora
+from sigmascope.lora.live_merge import merge_into_model
 from sigmascope.lora.merge import CombineOptions, merge_lora_files
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.reader import load_lora

@@ -11,7 +11,8 @@ from tests.pocket_pipelines.pipelines import load_pocket
 from torch import nn
 
 import sigmascope
-from sigmascope.lora.apply import attach_lora, merge_into_model
+from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.live_merge import merge_into_model
 
 pytestmark = pytest.mark.gpu
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora import factors as factors_module
-from sigmascope.lora.apply import merge_into_model
 from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.live_merge import merge_into_model
 from sigmascope.lora.merge import MergeMethod
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.resize import RankPlan, resize_lora

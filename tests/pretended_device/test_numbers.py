@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from sigmascope.analysis.tensor_comparison import compare_tensors
 from sigmascope.lora.adapters import LohaChange, LokrChange, TuckerChange
-from sigmascope.lora.apply import merge_into_model
 from sigmascope.lora.compare import ModuleSide, compare_deltas
 from sigmascope.lora.decompose import decompose
 from sigmascope.lora.effect import (
@@ -35,6 +34,7 @@ from sigmascope.lora.linalg import (
     gram_in_double,
     in_dtype,
 )
+from sigmascope.lora.live_merge import merge_into_model
 from sigmascope.lora.statistics import LayerStatistics, Moments, MomentSum, sketch_columns
 from sigmascope.lora.writer import stored_factors
 from sigmascope.pipeline.measure import image_of

@@ -1,63 +1,53 @@
-"""Apply a LoRA to a live model or pipeline, hot (attach_lora) or merged (merge_into_model), and undo it.
+"""Attach a LoRA to a live model or pipeline (`attach_lora`), change it while it is attached, and take it off.
 
-A file may change several models of a pipeline. A single model gets the changes that are for it; `left_out` names the
-others.
-
-Attached, each layer also runs the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
+Each layer also runs the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
 convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1. A change that is more than
 up and down is formed once from the weight as it is then, and runs as one such layer: y = W·x + scale · ΔW·x.
-
-Merged, W + scale · ΔW is written into the weights. In floating point, subtracting ΔW again does not restore W, so the
-original values are kept on the CPU. They take as many bytes as the changed weights.
 """
 
 import inspect
 import logging
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import combinations
 from math import frexp, isfinite
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
-from xxhash import xxh3_128, xxh3_128_digest
 
-from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import DiffChange, WeightChange
-from sigmascope.lora.alignment import AlignedLora, align
-from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
-from sigmascope.lora.families import layout_of
+from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import matches, nearest_layers, require_matches, require_pattern
-from sigmascope.lora.linalg import at_least_float32, same_matrix, where_float64_is
-from sigmascope.lora.module_names import parse_name
+from sigmascope.lora.linalg import at_least_float32
+from sigmascope.lora.live_layers import (
+    Layer,
+    LoraTarget,
+    finite_scale,
+    for_this_model,
+    formed_for,
+    layers_of,
+    log_unapplied,
+    match_modules,
+    modules_of,
+    weight_shape_of,
+)
 from sigmascope.lora.reader import load_lora
 from sigmascope.probes.models import components_of, modules_in
 from sigmascope.units import counted, first_few
 
-__all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_into_model"]
+__all__ = ["AttachedLora", "attach_lora"]
 
 logger = logging.getLogger(__name__)
 
-Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
-Layer = nn.Linear | Convolution
-ChecksumMethod = Literal["xxh3", "sums"]
-
-_MAX_DESCRIBED = 5
 _VARIADIC_PARAMETERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _CONVOLUTION_BY_WEIGHT_AXES = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}
-_TENSOR_ALIGNMENT_BYTES = 64  # as PyTorch aligns tensors
-_CHECKSUM_WORDS_PER_ROW = 1024
-# Wrappers put these into a layer's path; a checkpoint's keys do not have them.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 
 
 def attach_lora(
@@ -99,7 +89,7 @@ def attach_lora(
     targets, left_out = hooked_targets(model, lora, any_kind=True)
     paths = {layer: path for path, layer in layers_of(model)}
     chosen = _chosen(model, targets, paths, parts, only)
-    _log_unapplied(model, lora, left_out)
+    log_unapplied(model, lora, left_out)
     return AttachedLora(model, chosen, scale, left_out, lora.path, blocks)
 
 
@@ -147,95 +137,10 @@ def hooked_targets(
         ModelMismatchError: As of `attach_lora`.
         LoraFormatError: The LoRA holds more than up and down factors, and not `any_kind`.
     """
-    lora, left_out = _for_this_model(model, lora)
+    lora, left_out = for_this_model(model, lora)
     targets = match_modules(model, lora, any_kind=any_kind)
     _require_hooks_run(model, targets)
     return targets, left_out
-
-
-def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...]]:
-    """The LoRA without its modules for other models of the pipeline, and their names.
-
-    A single model does not say which part of a pipeline it is; its layers' names and shapes tell.
-    """
-    names_by_part: defaultdict[str, list[str]] = defaultdict(list)
-    for name in lora.names:
-        names_by_part[next(iter(parse_name(name).parts), "")].append(name)
-    if len(names_by_part) < 2:
-        return lora, ()
-    layers = dict(layers_of(model))
-    fitting: dict[str, frozenset[str]] = {}
-    complete = []
-    for part, names in names_by_part.items():
-        aligned = _aligned(model, lora.only(frozenset(names)), layers)
-        own = aligned.lora
-        fitting[part] = frozenset(
-            name for name in own.names if name in layers and _may_fit(own.shape_of(name), layers[name])
-        )
-        if fitting[part] and len(fitting[part]) == len(own.names) and not aligned.unmatched:
-            complete.append(part)
-    for part, other in combinations(complete, 2):
-        if fitting[part] & fitting[other]:
-            raise ModelMismatchError(
-                f"{lora}: its modules for {part} and those for {other} both fit this {type(model).__name__}.",
-                hint="Apply it to the whole pipeline, which says which is which.",
-            )
-    # Both text encoders name their layers alike; only the shapes differ.
-    kept = [
-        part
-        for part, layers_of_part in fitting.items()
-        if part in complete
-        or (layers_of_part and not any(layers_of_part & fitting[other] for other in complete))
-    ]
-    if not kept:
-        return lora, ()
-    left_out = tuple(name for part, names in names_by_part.items() if part not in kept for name in names)
-    return lora.only({name for part in kept for name in names_by_part[part]}), left_out
-
-
-def _log_unapplied(model: Any, lora: LoraFile, left_out: Sequence[str]) -> None:
-    if lora.unused_keys:
-        logger.warning("%s: %d keys are not applied: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
-    if left_out:
-        logger.warning(
-            "%s: %d modules are for other models than this %s and are not applied, such as %s. "
-            "Pass the whole pipeline to apply all of them.",
-            lora,
-            len(left_out),
-            type(model).__name__,
-            left_out[0],
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class LoraTarget:
-    """One weight of the model and the change that the LoRA makes to it.
-
-    Attributes:
-        names: The LoRA modules for this weight; several if layers share it.
-        change: What is added to the weight, in its shape if it is plain factors.
-        layers: Every layer that holds the weight.
-    """
-
-    names: tuple[str, ...]
-    change: LoraFactors | WeightChange
-    layers: tuple[Layer, ...]
-
-    @property
-    def factors(self) -> LoraFactors:
-        """The change of a LoRA of plain factors."""
-        assert isinstance(self.change, LoraFactors)  # `match_modules` refuses others, unless they are merged
-        return self.change
-
-    @property
-    def name(self) -> str:
-        """The first of the names."""
-        return self.names[0]
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight, as the first layer holds it now."""
-        return self.layers[0].weight
 
 
 def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
@@ -243,7 +148,7 @@ def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
     names = {layer: target.name for target in targets for layer in target.layers}
     modules = (
         (f"{prefix}{path}", inner)
-        for prefix, part in _modules_of(model)
+        for prefix, part in modules_of(model)
         for path, inner in part.named_modules()
     )
     for path, module in modules:
@@ -347,7 +252,7 @@ class AttachedLora:
         if not self.attached:
             raise ConfigError("this LoRA is detached.", hint="Use attach_lora for the new one.")
         lora = lora if isinstance(lora, LoraFile) else load_lora(lora)
-        own, left_out = _for_this_model(self._model, lora)
+        own, left_out = for_this_model(self._model, lora)
         targets = match_modules(self._model, own, any_kind=True)
         changes = {layer: target for target in targets for layer in target.layers}
         beyond = [target.name for layer, target in changes.items() if layer not in self._branches]
@@ -529,7 +434,7 @@ class PlacedDelta:
                 hint="Load the model unquantised, with its weights in memory, or use merge_into_model there.",
             )
         with torch.inference_mode(mode=False), torch.no_grad():
-            formed = _formed_for(name, change, weight, at_least_float32(weight.dtype))
+            formed = formed_for(name, change, weight, at_least_float32(weight.dtype))
             delta = formed.to(weight.device, weight.dtype).reshape(weight.shape)
         if not bool(torch.isfinite(delta).all()):
             raise NonFiniteError(
@@ -709,511 +614,3 @@ class LoraBranch(Generic[Factors]):
         wide = torch.promote_types(output.dtype, torch.float32)
         scale = (self.strength.tensor * self.tensor).to(output.device, wide)
         return torch.where(scale == 0.0, output, output + branch.to(output.dtype) * scale)
-
-
-def merge_into_model(
-    model: Any,
-    lora: LoraFile,
-    scale: float = 1.0,
-    *,
-    compute_dtype: torch.dtype = torch.float32,
-) -> "MergedLora":
-    """Add a LoRA to the model's weights, in place: parameters stay the same objects.
-
-    Each sum is formed in `compute_dtype` (float64 for a float64 weight), on the weight's device if that has this dtype,
-    and rounded once to the weight's dtype. A weight that several layers share changes once. If anything fails, the
-    model stays unchanged.
-
-    Args:
-        model: As for `attach_lora`.
-        lora: The changes, of any kind: LoHa, LoKr, DoRA and whole differences too.
-        scale: Strength. At 0 no weight is touched.
-        compute_dtype: float32 or float64.
-
-    Returns:
-        A handle that is also a context manager; leaving it unmerges the LoRA.
-
-    Raises:
-        ModelMismatchError: A module does not fit the model, or its weight is quantised, on the meta device, or
-            an inference tensor.
-        NonFiniteError: A merged weight would hold NaN or Inf.
-        ConfigError: `scale` is NaN or infinite.
-    """
-    finite_scale(scale)
-    lora, left_out = _for_this_model(model, lora)
-    targets = match_modules(model, lora, any_kind=True)
-    _require_mergeable(targets)
-    _log_unapplied(model, lora, left_out)
-    return MergedLora(targets, scale, compute_dtype, left_out)
-
-
-def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
-    for target in targets:
-        if not all(holds_weight(layer) for layer in target.layers):
-            raise ModelMismatchError(
-                f"{target.name} computes its weight from other parameters (weight_norm or parametrize).",
-                hint="Use attach_lora, which leaves the weights as they are.",
-            )
-        weight = target.weight
-        if weight.is_meta:
-            raise ModelMismatchError(
-                f"{target.name} is on the meta device and holds no values.",
-                hint="Load the model's weights first.",
-            )
-        if weight.is_inference():
-            raise ModelMismatchError(
-                f"{target.name} was created under torch.inference_mode and cannot be changed outside it.",
-                hint="Use attach_lora, which leaves the weights as they are, or load the model under torch.no_grad.",
-            )
-        if not weight.is_floating_point() or tuple(weight.shape) != weight_shape_of(target.layers[0]):
-            raise ModelMismatchError(
-                f"{target.name} is quantised: its weight is stored as {weight.dtype} {tuple(weight.shape)}.",
-                hint="Use attach_lora, which leaves the weights as they are.",
-            )
-
-
-class MergedLora:
-    """A LoRA that is part of a model's weights. Made by `merge_into_model`.
-
-    Attributes:
-        applied: The LoRA's modules that were merged, in the LoRA's order.
-        left_out: Modules for other models of the pipeline.
-        scale: The strength of the merge.
-    """
-
-    def __init__(
-        self,
-        targets: Sequence[LoraTarget],
-        scale: float,
-        compute_dtype: torch.dtype,
-        left_out: Sequence[str] = (),
-    ) -> None:
-        self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
-        self.left_out: tuple[str, ...] = tuple(left_out)
-        self.scale = scale
-        self._changed: list[ChangedWeight] = []
-        if scale == 0.0:
-            return  # W + 0·ΔW would still turn -0.0 into 0.0
-        try:
-            copies = _memory_for([target.weight for target in targets])
-            for target, copy in zip(targets, copies, strict=True):
-                self._changed.append(ChangedWeight.merge(target, scale, compute_dtype, copy))
-        except BaseException:
-            self._restore()
-            raise
-
-    @property
-    def merged(self) -> bool:
-        """Whether there are weights to restore."""
-        return bool(self._changed)
-
-    def unmerge(self, *, force: bool = False) -> None:
-        """Put the original weights back, bit for bit. A second call does nothing.
-
-        Args:
-            force: Also restore weights that something else has changed since the merge; those changes are lost.
-
-        Raises:
-            ModelMismatchError: A weight was changed since the merge, or (even with `force`) now has another shape or
-                no values. Nothing is restored then.
-        """
-        require_restorable(self._changed)
-        touched = (
-            [] if force else [changed.target.name for changed in self._changed if not changed.is_intact()]
-        )
-        if touched:
-            raise ModelMismatchError(
-                f"{len(touched)} of {len(self._changed)} merged weights were changed since the merge, "
-                f"first {touched[0]}; restoring would lose those changes.",
-                hint="Undo later merges first, or call unmerge(force=True).",
-            )
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._changed:
-            self._changed[-1].restore()
-            self._changed.pop()  # after restoring, so that a failure loses no original
-
-    def __enter__(self) -> "MergedLora":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.unmerge()
-
-
-def _memory_for(weights: Sequence[Tensor]) -> list[Tensor]:
-    """An uninitialised tensor on the CPU for each weight, of its shape and dtype.
-
-    NumPy allocates them as one block because it asks Linux for huge pages: page faults at every 4 KiB would take a
-    third of a merge's processor time.
-    """
-    sizes = [-(-weight.nbytes // _TENSOR_ALIGNMENT_BYTES) * _TENSOR_ALIGNMENT_BYTES for weight in weights]
-    parts = torch.from_numpy(np.empty(sum(sizes), np.uint8)).split_with_sizes(sizes)
-    return [
-        part[: weight.nbytes].view(weight.dtype).view(weight.shape)
-        for weight, part in zip(weights, parts, strict=True)
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class ChangedWeight:
-    """A merged weight, with what is needed to restore it safely.
-
-    Attributes:
-        target: The weight and its change.
-        original: The values before the merge, on the CPU.
-        checksum: Of the values after the merge; see `checksum_of`.
-    """
-
-    target: LoraTarget
-    original: Tensor
-    checksum: tuple[ChecksumMethod, bytes]
-
-    @classmethod
-    def merge(
-        cls, target: LoraTarget, scale: float, compute_dtype: torch.dtype, copy: Tensor
-    ) -> "ChangedWeight":
-        """Change a weight to W + scale·ΔW, rounded once. After an error it is unchanged.
-
-        Args:
-            target: The weight.
-            scale: Strength.
-            compute_dtype: What the sum is formed in; float64 for a float64 weight.
-            copy: Takes the original values: a tensor on the CPU of the weight's shape and dtype.
-
-        Raises:
-            NonFiniteError: The weight would hold NaN or Inf.
-        """
-        weight, change = target.weight.detach(), target.change
-        compute = at_least_float32(compute_dtype, weight.dtype)
-        place = where_float64_is(weight) if compute == torch.float64 else weight
-        strength, down = scale, None
-        if isinstance(change, LoraFactors):
-            strength = scale * change.scale
-            up, down = (factor.to(place.device, compute) for factor in (change.up, change.down))
-        else:
-            up = _formed_for(target.name, change, place, compute).to(place.device).reshape(len(place), -1)
-        on_cpu = weight.device.type == "cpu"
-        values = place.contiguous().view(len(up), -1)
-        original = copy.view(values.shape)
-        checksum, kept = xxh3_128(), 0
-        try:
-            for piece, old, part in row_pieces(
-                values, original, up
-            ):  # every step while the piece is in the cache
-                old.copy_(piece)
-                kept += len(old)
-                wide = piece if piece.dtype == compute else piece.to(compute)
-                if down is None:
-                    wide.add_(part, alpha=strength)
-                else:
-                    add_product(wide, part, down, strength)
-                if wide is not piece:
-                    wide.copy_(piece.copy_(wide))
-                # A finite sum proves finite values, ten times faster; a sum that overflows proves nothing.
-                if not isfinite(float(wide.sum())) and not bool(torch.isfinite(wide).all()):
-                    raise NonFiniteError(
-                        f"{target.name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
-                        hint="Check the weights, or merge at a smaller scale.",
-                    )
-                if on_cpu:
-                    checksum.update(piece.view(torch.uint8).numpy().data)
-            if values.data_ptr() != weight.data_ptr():
-                write_values(weight, values.view(weight.shape))
-        except BaseException:
-            values[:kept].copy_(original[:kept])
-            write_values(weight, values.view(weight.shape))
-            raise
-        return cls(target, copy, ("xxh3", checksum.digest()) if on_cpu else checksum_of(values))
-
-    def is_intact(self) -> bool:
-        """Whether the weight still holds the merged values."""
-        return all(
-            weight.dtype == self.original.dtype
-            and weight.shape == self.original.shape
-            and checksum_of(weight, self.checksum[0]) == self.checksum
-            for weight in self._weights()
-        )
-
-    def can_be_restored(self) -> bool:
-        """Whether the original values can be written back.
-
-        PyTorch refuses to change a tensor created under torch.inference_mode outside that mode.
-        """
-        return all(
-            weight.shape == self.original.shape
-            and not weight.is_meta
-            and (not weight.is_inference() or torch.is_inference_mode_enabled())
-            for weight in self._weights()
-        )
-
-    def restore(self) -> None:
-        """Put the original values back."""
-        for weight in self._weights():
-            write_values(weight, self.original)
-
-    def _weights(self) -> list[Tensor]:
-        """The layers' weights: one, unless the layers were untied after the merge."""
-        return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
-
-
-def _formed(change: LoraFactors | WeightChange, weight: Tensor, compute: torch.dtype) -> Tensor:
-    """The change of a weight; DoRA's depends on it."""
-    if isinstance(change, LoraFactors):
-        return change.delta(compute)
-    return change.delta(weight.detach().to(compute), compute)
-
-
-def _formed_for(
-    name: str, change: LoraFactors | WeightChange, weight: Tensor, compute: torch.dtype
-) -> Tensor:
-    """The change of a weight; an error names the layer."""
-    try:
-        return _formed(change, weight, compute)
-    except (LoraFormatError, ModelMismatchError) as error:
-        raise type(error)(f"{name}: {error.message}", hint=error.hint) from error
-
-
-def checksum_of(tensor: Tensor, method: ChecksumMethod | None = None) -> tuple[ChecksumMethod, bytes]:
-    """A checksum of the tensor's bytes, computed at about memory speed.
-
-    On the CPU it is XXH3. An accelerator lays the bytes out as a table of 64-bit words and sums its columns and rows
-    modulo 2⁶⁴. Both guard against accidents, not against intent: a cryptographic hash would take longer than the merge.
-
-    Args:
-        tensor: On any device.
-        method: The method of an earlier checksum to compare with; by default the one that suits the device.
-
-    Returns:
-        The method, and the checksum.
-    """
-    # A single element counts as contiguous whatever its stride, and a view as bytes wants a stride of 1.
-    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    method = method or ("xxh3" if tensor.device.type == "cpu" else "sums")
-    if method == "xxh3":
-        return method, xxh3_128_digest(flat.cpu().numpy().data)
-    words = functional.pad(flat, (0, -flat.numel() % (8 * _CHECKSUM_WORDS_PER_ROW))).view(torch.int64)
-    table = words.view(-1, _CHECKSUM_WORDS_PER_ROW)
-    return method, torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu().numpy().tobytes()
-
-
-def write_values(weight: Tensor, values: Tensor) -> None:
-    """Overwrite a weight in place, without autograd noticing."""
-    with torch.no_grad():
-        weight.copy_(values)
-
-
-def require_restorable(changes: Sequence[ChangedWeight]) -> None:
-    """Refuse to restore any weight if one of them cannot be restored.
-
-    Raises:
-        ModelMismatchError: Names the first that cannot.
-    """
-    lost = [changed.target.name for changed in changes if not changed.can_be_restored()]
-    if lost:
-        raise ModelMismatchError(
-            f"{len(lost)} of {len(changes)} merged weights cannot be restored: their shape has changed, they are on "
-            f"the meta device, or they are inference tensors; first {lost[0]}.",
-            hint="Give these layers ordinary weights of the original shape, then unmerge.",
-        )
-
-
-def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list[LoraTarget]:
-    """Find the layer of every LoRA module; if one is missing, none is returned.
-
-    Names may be those of the model's checkpoint, or of any format that `align` understands. Path parts that
-    torch.compile, DataParallel and PEFT add are ignored. If the model is one part of the checkpoint (a U-Net, for
-    keys that begin with "denoiser."), the leading parts that all names share may be missing.
-
-    Args:
-        model: A module, or a pipeline with `components`, whose layers' names begin with the component's.
-        lora: At least one module, and no changes of other kinds unless `any_kind`.
-        any_kind: Whether changes that are more than up and down factors are targets too.
-
-    Returns:
-        A target for each weight, in the LoRA's order. Layers that share one weight are one target.
-
-    Raises:
-        ModelMismatchError: A module has no layer, or its layer has another kind or shape, or two modules change one
-            shared weight differently. The message counts all of them and names the first few.
-        LoraFormatError: The LoRA holds LoHa, LoKr, DoRA, Tucker cores or whole differences, and not `any_kind`.
-    """
-    if not any_kind:
-        _require_plain(lora)
-    if not lora.names:
-        raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
-    layers = dict(layers_of(model))
-    cut = _prefix_to_cut(lora.names, layers)
-    if any(name.removeprefix(cut) not in layers for name in lora.names):
-        aligned = _aligned(model, lora, layers)
-        lost = [name for path in aligned.lora.names if path not in layers for name in aligned.sources[path]]
-        _require_present(model, lora, [*aligned.unmatched, *lost], layers)
-        lora = aligned.lora
-    _require_fitting(lora, layers, cut)
-    return _targets(lora, layers, cut)
-
-
-def _require_plain(lora: LoraFile) -> None:
-    """Refuse changes that a low-rank branch cannot make; without them it would be another LoRA."""
-    if lora.changes:
-        changes = [f"{name} ({lora.kind_of(name)})" for name in lora.changes]
-        raise LoraFormatError(
-            f"{counted(len(lora.changes), 'module')} of {lora} {'is' if len(lora.changes) == 1 else 'are'} more than up and down factors: {first_few(changes)}.",
-            hint="Use merge_into_model, which forms them, or merge into the checkpoint (sigmascope lora merge).",
-        )
-
-
-def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
-    """The shortest prefix, shared by all names, without which every name is a layer's."""
-    wanted = list(names)
-    parts = wanted[0].split(".")[:-1]
-    for depth in range(len(parts) + 1):
-        prefix = "".join(f"{part}." for part in parts[:depth])
-        if all(name.startswith(prefix) and name.removeprefix(prefix) in layers for name in wanted):
-            return prefix
-    return ""
-
-
-def _aligned(model: Any, lora: LoraFile, layers: Mapping[str, Layer]) -> AlignedLora:
-    """The LoRA under the layers' own names."""
-    shapes = {
-        f"{prefix}{checkpoint_path(name)}": tuple(parameter.shape)
-        for prefix, module in _modules_of(model)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
-    shapes |= {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
-    layout = layout_of(shapes)
-    own_parts = {parse_name(name).parts[:1] for name in lora.names}
-    if layout.prefixes == {"text_encoder": ""} and len(own_parts) == 1:
-        # On its own, the second text encoder of a pipeline looks like the first.
-        layout = replace(layout, prefixes=dict.fromkeys(own_parts.pop(), "") or layout.prefixes)
-    return align(lora, list(layers), layout)
-
-
-def _require_present(model: Any, lora: LoraFile, missing: Sequence[str], layers: Mapping[str, Layer]) -> None:
-    if not missing:
-        return
-    others = {
-        f"{prefix}{checkpoint_path(path)}": type(module).__name__
-        for prefix, part in _modules_of(model)
-        for path, module in part.named_modules()
-    }
-    described = [_describe_missing(name, layers, others) for name in missing[:_MAX_DESCRIBED]]
-    raise ModelMismatchError(
-        f"{len(missing)} of {counted(len(lora), 'module')} of {lora} {'has' if len(missing) == 1 else 'have'} no Linear or convolution layer in this "
-        f"{type(model).__name__}: {first_few([*described, *missing[_MAX_DESCRIBED:]], _MAX_DESCRIBED, between='; ')}.",
-        hint="Apply the LoRA to the model it was made for.",
-    )
-
-
-def _describe_missing(name: str, layers: Mapping[str, Layer], others: Mapping[str, str]) -> str:
-    if name in others:
-        return f"{name} (a {others[name]} has that name)"
-    near = get_close_matches(name, layers, n=1)
-    return f"{name} (nearest: {near[0]})" if near else name
-
-
-def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> None:
-    wrong: list[str] = []
-    for name in lora.names:
-        layer, own = layers[name.removeprefix(cut)], lora.shape_of(name)
-        shape = weight_shape_of(layer)
-        if not isinstance(layer, nn.Linear) and layer.groups > 1:
-            wrong.append(f"{name} is a grouped convolution ({layer.groups} groups), which is not supported")
-        elif not _may_fit(own, layer):
-            wrong.append(f"{name} is {own} in the LoRA and {shape} in the model")
-    if wrong:
-        raise ModelMismatchError(
-            f"{len(wrong)} of {counted(len(lora), 'module')} of {lora} {'does' if len(wrong) == 1 else 'do'} not fit: {first_few(wrong, between='; ')}.",
-            hint="Apply the LoRA to the model it was made for.",
-        )
-
-
-def _may_fit(own: tuple[int, ...], layer: Layer) -> bool:
-    """Whether a change of this shape is for the layer's weight; if its tensors do not tell a shape, forming it will show."""
-    return not own or same_matrix(own, weight_shape_of(layer))
-
-
-def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[LoraTarget]:
-    sharing: dict[int, list[Layer]] = {}
-    for layer in layers.values():
-        sharing.setdefault(weight_identity(layer), []).append(layer)
-    names_by_weight: dict[int, list[str]] = {}
-    for name in lora.names:
-        names_by_weight.setdefault(weight_identity(layers[name.removeprefix(cut)]), []).append(name)
-    return [
-        LoraTarget(
-            tuple(names), _one_change(lora, names, sharing[weight][0]), tuple(dict.fromkeys(sharing[weight]))
-        )
-        for weight, names in names_by_weight.items()
-    ]
-
-
-def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors | WeightChange:
-    """The change that all modules of one weight agree on, in the layer's own shape if it is plain factors."""
-    first, *others = (lora.change(name) for name in names)
-    if others:
-        whole = _formed(first, layer.weight, torch.float32).flatten()
-        formed = (_formed(other, layer.weight, torch.float32).flatten() for other in others)
-        if any(not torch.allclose(whole, other) for other in formed):
-            raise ModelMismatchError(
-                f"{', '.join(names)} share one weight in the model, but {lora} changes them differently.",
-                hint="Untie the weights before applying this LoRA.",
-            )
-    return replace(first, weight_shape=weight_shape_of(layer)) if isinstance(first, LoraFactors) else first
-
-
-def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
-    """Every Linear and convolution by its path in the checkpoint; in a pipeline, with the component's name before it."""
-    for prefix, module in _modules_of(model):
-        for path, layer in module.named_modules(remove_duplicate=False):
-            if isinstance(layer, Layer):
-                yield f"{prefix}{checkpoint_path(path)}", layer
-
-
-def _modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold the weights, each with the prefix of its layers' names."""
-    parts = {f"{name}.": part for name, part in components_of(model).items()} or {"": model}
-    for prefix, part in parts.items():
-        if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            yield prefix, part.module
-        elif isinstance(part, nn.Module):
-            yield prefix, part
-        elif not prefix:
-            raise ConfigError(
-                f"a {type(model).__name__} is neither a module nor a pipeline with components.",
-                hint="Pass the model that holds the layers, such as pipe.unet.",
-            )
-
-
-def checkpoint_path(path: str) -> str:
-    """The path without the parts that wrappers add."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
-
-
-def weight_shape_of(layer: Layer) -> tuple[int, ...]:
-    """The shape from the layer's settings, because a quantised layer packs its weight into another shape."""
-    if isinstance(layer, nn.Linear):
-        return (layer.out_features, layer.in_features)
-    return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
-
-
-def weight_identity(layer: Layer) -> int:
-    """Equal for layers that share a weight. A parametrized layer computes a new tensor at each access."""
-    return id(layer.weight if holds_weight(layer) else layer)
-
-
-def holds_weight(layer: Layer) -> bool:
-    """Whether the weight is a parameter of the layer, not computed from others (weight_norm, parametrize)."""
-    return layer._parameters.get("weight") is not None
-
-
-def finite_scale(scale: float) -> float:
-    """Return the scale if it is finite.
-
-    Raises:
-        ConfigError: It is NaN or infinite.
-    """
-    if not isfinite(scale):
-        raise ConfigError(f"the LoRA scale {scale} is not a finite number.", hint="Use a scale such as 1.0.")
-    return scale

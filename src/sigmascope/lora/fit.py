@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.alignment import align_all
-from sigmascope.lora.apply import Layer, LoraBranch, Strength, hooked_targets
+from sigmascope.lora.apply import LoraBranch, Strength, hooked_targets
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files
 from sigmascope.lora.linalg import as_float64
+from sigmascope.lora.live_layers import Layer
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics_collection import copied, first_tensor, frozen
 from sigmascope.lora.writer import writer_of_aligned

@@ -27,7 +27,8 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints.checkpoint import file_sha256
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path, require_writable
-from sigmascope.lora.apply import attach_lora, attached_to, finite_scale
+from sigmascope.lora.apply import attach_lora, attached_to
+from sigmascope.lora.live_layers import finite_scale
 from sigmascope.lora.reader import load_lora
 from sigmascope.pipeline.bench import call_arguments, check_call, check_seed
 from sigmascope.pipeline.measure import compare_images, image_of

@@ -12,8 +12,9 @@ from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
-from sigmascope.lora.apply import attach_lora, merge_into_model
+from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lora.live_merge import merge_into_model
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.validate import validate_lora
 from sigmascope.monitor import Recorder

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.lora.apply import attach_lora, merge_into_model
+from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.live_merge import merge_into_model
 from sigmascope.lora.reader import load_lora
 
 GetPipeline = Callable[[str], Any]

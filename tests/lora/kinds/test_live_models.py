@@ -11,7 +11,8 @@ from tests.lora.kinds.test_base_changes import BY_PEFT, Net, by_lycoris
 from torch import Tensor, nn
 
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.apply import attach_lora, merge_into_model
+from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.live_merge import merge_into_model
 from sigmascope.lora.reader import load_lora
 
 KINDS: dict[str, Any] = {

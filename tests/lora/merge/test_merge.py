@@ -10,9 +10,10 @@ from torch.nn.utils import parametrizations
 
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora import factors as factors_module
-from sigmascope.lora.apply import attach_lora, merge_into_model
+from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.live_merge import merge_into_model
 
 MakeFactors = Callable[..., LoraFactors]
 MakeLora = Callable[..., LoraFile]
@@ -386,7 +387,7 @@ def test_an_interrupted_unmerge_can_be_finished(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("sigmascope.lora.apply.write_values", interrupted)
+        patched.setattr("sigmascope.lora.live_merge.write_values", interrupted)
         with pytest.raises(KeyboardInterrupt):
             merged.unmerge()
     merged.unmerge()

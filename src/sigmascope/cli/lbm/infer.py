@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from sigmascope.lbm.model import LbmModel
-    from sigmascope.lora.apply import AttachedLora, MergedLora
+    from sigmascope.lora.apply import AttachedLora
+    from sigmascope.lora.live_merge import MergedLora
     from sigmascope.monitor.recorder import Recorder
     from sigmascope.records.run import Run
     from sigmascope.ui.app import Address
@@ -201,7 +202,8 @@ def _apply_lora(
 ) -> "AttachedLora | MergedLora | None":
     if options.lora_path is None:
         return None
-    from sigmascope.lora.apply import attach_lora, merge_into_model
+    from sigmascope.lora.apply import attach_lora
+    from sigmascope.lora.live_merge import merge_into_model
     from sigmascope.lora.reader import load_lora
 
     with recorder.stage("lora_application") as stage:

@@ -21,11 +21,12 @@ from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, EXAMPLE_SCENE, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
-from sigmascope.lora.apply import attach_lora, merge_into_model
+from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import write_layer_names
 from sigmascope.lora.linalg import FULL_RANK
+from sigmascope.lora.live_merge import merge_into_model
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.validate import ValidationReport, validate_lora
 from sigmascope.monitor import Recorder

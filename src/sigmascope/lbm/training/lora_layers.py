@@ -24,11 +24,11 @@ from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.installation import install_packages
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lora.apply import Layer, match_modules
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import matrix_shape
+from sigmascope.lora.live_layers import Layer, match_modules
 from sigmascope.lora.reader import load_lora
 from sigmascope.units import counted
 

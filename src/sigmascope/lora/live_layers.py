@@ -1,0 +1,339 @@
+"""Which layers of a live model a LoRA changes: each weight with its change (`match_modules`), and what is for other models.
+
+A file may change several models of a pipeline. A single model gets the changes that are for it; `left_out` names the
+others.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import combinations
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
+from sigmascope.lora.adapters import WeightChange
+from sigmascope.lora.alignment import AlignedLora, align
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import layout_of
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.linalg import same_matrix
+from sigmascope.lora.module_names import parse_name
+from sigmascope.probes.models import components_of
+from sigmascope.units import counted, first_few
+
+__all__ = ["LoraTarget", "match_modules"]
+
+logger = logging.getLogger(__name__)
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Layer = nn.Linear | Convolution
+_MAX_DESCRIBED = 5
+# Wrappers put these into a layer's path; a checkpoint's keys do not have them.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
+
+
+def for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...]]:
+    """The LoRA without its modules for other models of the pipeline, and their names.
+
+    A single model does not say which part of a pipeline it is; its layers' names and shapes tell.
+    """
+    names_by_part: defaultdict[str, list[str]] = defaultdict(list)
+    for name in lora.names:
+        names_by_part[next(iter(parse_name(name).parts), "")].append(name)
+    if len(names_by_part) < 2:
+        return lora, ()
+    layers = dict(layers_of(model))
+    fitting: dict[str, frozenset[str]] = {}
+    complete = []
+    for part, names in names_by_part.items():
+        aligned = _aligned(model, lora.only(frozenset(names)), layers)
+        own = aligned.lora
+        fitting[part] = frozenset(
+            name for name in own.names if name in layers and _may_fit(own.shape_of(name), layers[name])
+        )
+        if fitting[part] and len(fitting[part]) == len(own.names) and not aligned.unmatched:
+            complete.append(part)
+    for part, other in combinations(complete, 2):
+        if fitting[part] & fitting[other]:
+            raise ModelMismatchError(
+                f"{lora}: its modules for {part} and those for {other} both fit this {type(model).__name__}.",
+                hint="Apply it to the whole pipeline, which says which is which.",
+            )
+    # Both text encoders name their layers alike; only the shapes differ.
+    kept = [
+        part
+        for part, layers_of_part in fitting.items()
+        if part in complete
+        or (layers_of_part and not any(layers_of_part & fitting[other] for other in complete))
+    ]
+    if not kept:
+        return lora, ()
+    left_out = tuple(name for part, names in names_by_part.items() if part not in kept for name in names)
+    return lora.only({name for part in kept for name in names_by_part[part]}), left_out
+
+
+def log_unapplied(model: Any, lora: LoraFile, left_out: Sequence[str]) -> None:
+    if lora.unused_keys:
+        logger.warning("%s: %d keys are not applied: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
+    if left_out:
+        logger.warning(
+            "%s: %d modules are for other models than this %s and are not applied, such as %s. "
+            "Pass the whole pipeline to apply all of them.",
+            lora,
+            len(left_out),
+            type(model).__name__,
+            left_out[0],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LoraTarget:
+    """One weight of the model and the change that the LoRA makes to it.
+
+    Attributes:
+        names: The LoRA modules for this weight; several if layers share it.
+        change: What is added to the weight, in its shape if it is plain factors.
+        layers: Every layer that holds the weight.
+    """
+
+    names: tuple[str, ...]
+    change: LoraFactors | WeightChange
+    layers: tuple[Layer, ...]
+
+    @property
+    def factors(self) -> LoraFactors:
+        """The change of a LoRA of plain factors."""
+        assert isinstance(self.change, LoraFactors)  # `match_modules` refuses others, unless they are merged
+        return self.change
+
+    @property
+    def name(self) -> str:
+        """The first of the names."""
+        return self.names[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, as the first layer holds it now."""
+        return self.layers[0].weight
+
+
+def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list[LoraTarget]:
+    """Find the layer of every LoRA module; if one is missing, none is returned.
+
+    Names may be those of the model's checkpoint, or of any format that `align` understands. Path parts that
+    torch.compile, DataParallel and PEFT add are ignored. If the model is one part of the checkpoint (a U-Net, for
+    keys that begin with "denoiser."), the leading parts that all names share may be missing.
+
+    Args:
+        model: A module, or a pipeline with `components`, whose layers' names begin with the component's.
+        lora: At least one module, and no changes of other kinds unless `any_kind`.
+        any_kind: Whether changes that are more than up and down factors are targets too.
+
+    Returns:
+        A target for each weight, in the LoRA's order. Layers that share one weight are one target.
+
+    Raises:
+        ModelMismatchError: A module has no layer, or its layer has another kind or shape, or two modules change one
+            shared weight differently. The message counts all of them and names the first few.
+        LoraFormatError: The LoRA holds LoHa, LoKr, DoRA, Tucker cores or whole differences, and not `any_kind`.
+    """
+    if not any_kind:
+        _require_plain(lora)
+    if not lora.names:
+        raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
+    layers = dict(layers_of(model))
+    cut = _prefix_to_cut(lora.names, layers)
+    if any(name.removeprefix(cut) not in layers for name in lora.names):
+        aligned = _aligned(model, lora, layers)
+        lost = [name for path in aligned.lora.names if path not in layers for name in aligned.sources[path]]
+        _require_present(model, lora, [*aligned.unmatched, *lost], layers)
+        lora = aligned.lora
+    _require_fitting(lora, layers, cut)
+    return _targets(lora, layers, cut)
+
+
+def _require_plain(lora: LoraFile) -> None:
+    """Refuse changes that a low-rank branch cannot make; without them it would be another LoRA."""
+    if lora.changes:
+        changes = [f"{name} ({lora.kind_of(name)})" for name in lora.changes]
+        raise LoraFormatError(
+            f"{counted(len(lora.changes), 'module')} of {lora} {'is' if len(lora.changes) == 1 else 'are'} more than up and down factors: {first_few(changes)}.",
+            hint="Use merge_into_model, which forms them, or merge into the checkpoint (sigmascope lora merge).",
+        )
+
+
+def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
+    """The shortest prefix, shared by all names, without which every name is a layer's."""
+    wanted = list(names)
+    parts = wanted[0].split(".")[:-1]
+    for depth in range(len(parts) + 1):
+        prefix = "".join(f"{part}." for part in parts[:depth])
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in layers for name in wanted):
+            return prefix
+    return ""
+
+
+def _aligned(model: Any, lora: LoraFile, layers: Mapping[str, Layer]) -> AlignedLora:
+    """The LoRA under the layers' own names."""
+    shapes = {
+        f"{prefix}{checkpoint_path(name)}": tuple(parameter.shape)
+        for prefix, module in modules_of(model)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    shapes |= {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
+    layout = layout_of(shapes)
+    own_parts = {parse_name(name).parts[:1] for name in lora.names}
+    if layout.prefixes == {"text_encoder": ""} and len(own_parts) == 1:
+        # On its own, the second text encoder of a pipeline looks like the first.
+        layout = replace(layout, prefixes=dict.fromkeys(own_parts.pop(), "") or layout.prefixes)
+    return align(lora, list(layers), layout)
+
+
+def _require_present(model: Any, lora: LoraFile, missing: Sequence[str], layers: Mapping[str, Layer]) -> None:
+    if not missing:
+        return
+    others = {
+        f"{prefix}{checkpoint_path(path)}": type(module).__name__
+        for prefix, part in modules_of(model)
+        for path, module in part.named_modules()
+    }
+    described = [_describe_missing(name, layers, others) for name in missing[:_MAX_DESCRIBED]]
+    raise ModelMismatchError(
+        f"{len(missing)} of {counted(len(lora), 'module')} of {lora} {'has' if len(missing) == 1 else 'have'} no Linear or convolution layer in this "
+        f"{type(model).__name__}: {first_few([*described, *missing[_MAX_DESCRIBED:]], _MAX_DESCRIBED, between='; ')}.",
+        hint="Apply the LoRA to the model it was made for.",
+    )
+
+
+def _describe_missing(name: str, layers: Mapping[str, Layer], others: Mapping[str, str]) -> str:
+    if name in others:
+        return f"{name} (a {others[name]} has that name)"
+    near = get_close_matches(name, layers, n=1)
+    return f"{name} (nearest: {near[0]})" if near else name
+
+
+def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> None:
+    wrong: list[str] = []
+    for name in lora.names:
+        layer, own = layers[name.removeprefix(cut)], lora.shape_of(name)
+        shape = weight_shape_of(layer)
+        if not isinstance(layer, nn.Linear) and layer.groups > 1:
+            wrong.append(f"{name} is a grouped convolution ({layer.groups} groups), which is not supported")
+        elif not _may_fit(own, layer):
+            wrong.append(f"{name} is {own} in the LoRA and {shape} in the model")
+    if wrong:
+        raise ModelMismatchError(
+            f"{len(wrong)} of {counted(len(lora), 'module')} of {lora} {'does' if len(wrong) == 1 else 'do'} not fit: {first_few(wrong, between='; ')}.",
+            hint="Apply the LoRA to the model it was made for.",
+        )
+
+
+def _may_fit(own: tuple[int, ...], layer: Layer) -> bool:
+    """Whether a change of this shape is for the layer's weight; if its tensors do not tell a shape, forming it will show."""
+    return not own or same_matrix(own, weight_shape_of(layer))
+
+
+def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[LoraTarget]:
+    sharing: dict[int, list[Layer]] = {}
+    for layer in layers.values():
+        sharing.setdefault(weight_identity(layer), []).append(layer)
+    names_by_weight: dict[int, list[str]] = {}
+    for name in lora.names:
+        names_by_weight.setdefault(weight_identity(layers[name.removeprefix(cut)]), []).append(name)
+    return [
+        LoraTarget(
+            tuple(names), _one_change(lora, names, sharing[weight][0]), tuple(dict.fromkeys(sharing[weight]))
+        )
+        for weight, names in names_by_weight.items()
+    ]
+
+
+def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors | WeightChange:
+    """The change that all modules of one weight agree on, in the layer's own shape if it is plain factors."""
+    first, *others = (lora.change(name) for name in names)
+    if others:
+        whole = _formed(first, layer.weight, torch.float32).flatten()
+        formed = (_formed(other, layer.weight, torch.float32).flatten() for other in others)
+        if any(not torch.allclose(whole, other) for other in formed):
+            raise ModelMismatchError(
+                f"{', '.join(names)} share one weight in the model, but {lora} changes them differently.",
+                hint="Untie the weights before applying this LoRA.",
+            )
+    return replace(first, weight_shape=weight_shape_of(layer)) if isinstance(first, LoraFactors) else first
+
+
+def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
+    """Every Linear and convolution by its path in the checkpoint; in a pipeline, with the component's name before it."""
+    for prefix, module in modules_of(model):
+        for path, layer in module.named_modules(remove_duplicate=False):
+            if isinstance(layer, Layer):
+                yield f"{prefix}{checkpoint_path(path)}", layer
+
+
+def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold the weights, each with the prefix of its layers' names."""
+    parts = {f"{name}.": part for name, part in components_of(model).items()} or {"": model}
+    for prefix, part in parts.items():
+        if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            yield prefix, part.module
+        elif isinstance(part, nn.Module):
+            yield prefix, part
+        elif not prefix:
+            raise ConfigError(
+                f"a {type(model).__name__} is neither a module nor a pipeline with components.",
+                hint="Pass the model that holds the layers, such as pipe.unet.",
+            )
+
+
+def checkpoint_path(path: str) -> str:
+    """The path without the parts that wrappers add."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
+
+
+def weight_shape_of(layer: Layer) -> tuple[int, ...]:
+    """The shape from the layer's settings, because a quantised layer packs its weight into another shape."""
+    if isinstance(layer, nn.Linear):
+        return (layer.out_features, layer.in_features)
+    return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
+
+
+def weight_identity(layer: Layer) -> int:
+    """Equal for layers that share a weight. A parametrized layer computes a new tensor at each access."""
+    return id(layer.weight if holds_weight(layer) else layer)
+
+
+def holds_weight(layer: Layer) -> bool:
+    """Whether the weight is a parameter of the layer, not computed from others (weight_norm, parametrize)."""
+    return layer._parameters.get("weight") is not None
+
+
+def finite_scale(scale: float) -> float:
+    """Return the scale if it is finite.
+
+    Raises:
+        ConfigError: It is NaN or infinite.
+    """
+    if not isfinite(scale):
+        raise ConfigError(f"the LoRA scale {scale} is not a finite number.", hint="Use a scale such as 1.0.")
+    return scale
+
+
+def _formed(change: LoraFactors | WeightChange, weight: Tensor, compute: torch.dtype) -> Tensor:
+    """The change of a weight; DoRA's depends on it."""
+    if isinstance(change, LoraFactors):
+        return change.delta(compute)
+    return change.delta(weight.detach().to(compute), compute)
+
+
+def formed_for(name: str, change: LoraFactors | WeightChange, weight: Tensor, compute: torch.dtype) -> Tensor:
+    """The change of a weight; an error names the layer."""
+    try:
+        return _formed(change, weight, compute)
+    except (LoraFormatError, ModelMismatchError) as error:
+        raise type(error)(f"{name}: {error.message}", hint=error.hint) from error
