@@ -209,6 +209,8 @@ def test_arrays_lists_functions_and_unknown_objects_among_the_arguments(pipe: An
             "on_end": on_end,
             "odd": Odd(),
             "odds": [Odd()],
+            "regions": {"a secret cat": 0.5},
+            "attention_kwargs": {"scale": 0.5, "a secret dog": 1.0},
             "lyrics": "a text of the call's",
             "words": ["one", "two"],
             "prompt": ["a cat", None],
@@ -222,5 +224,7 @@ def test_arrays_lists_functions_and_unknown_objects_among_the_arguments(pipe: An
         "on_end (test_surroundings.py:" + given.texts["on_end"].rsplit(":")[-1]
     )
     assert given.tensors.keys() == {"embeds"}
-    assert given.not_looked_at == {"odd": "Odd", "odds": "list of Odd"}
+    assert given.not_looked_at == {"odd": "Odd", "odds": "list of Odd", "regions": "dict of 1"}
+    assert given.texts["attention_kwargs"] == "with scale"
+    assert "secret" not in str(given)
     assert not {"lyrics", "words", "prompt", "num_inference_steps"} & given.texts.keys()

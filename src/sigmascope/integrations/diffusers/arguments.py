@@ -24,6 +24,8 @@ _IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image"
 _CALLBACKS: Final = ("callback_on_step_end", "callback")
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _MOST_SHOWN: Final = 8
+_KEYWORDS: Final = "_kwargs"
+"""What names of arguments end in that are mappings of keywords, whose keys are no words of a prompt."""
 _SCALING: Final = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
 _EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
 
@@ -134,10 +136,15 @@ def _describe(given: Given, name: str, value: object, *, depth: int) -> None:
         given.tensors[name] = [value]
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         given.texts[name] = f"{_shape(value.shape)} {value.dtype} {xxh3_64_hexdigest(value.tobytes())}"
-    elif isinstance(value, Mapping) and depth:
-        given.texts[name] = f"with {', '.join(map(str, value))}" if value else "none"
-        for key, part in value.items():
-            _describe(given, f"{name}.{key}", part, depth=depth - 1)
+    elif isinstance(value, Mapping) and depth and name.endswith(_KEYWORDS):
+        names = [str(key) for key in value if str(key).isidentifier()]
+        given.texts[name] = f"with {', '.join(names)}" if names else "none"
+        for key in names:
+            _describe(given, f"{name}.{key}", value[key], depth=depth - 1)
+    elif isinstance(value, Mapping):
+        given.not_looked_at[name] = (
+            f"{type(value).__name__} of {len(value)}"  # a key may be a word of the prompt
+        )
     elif isinstance(value, list | tuple):
         _describe_several(given, name, value)
     elif isinstance(value, bool | int | float):
