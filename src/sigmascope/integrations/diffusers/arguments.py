@@ -137,7 +137,7 @@ def _describe(given: Given, name: str, value: object, *, depth: int) -> None:
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         given.texts[name] = f"{_shape(value.shape)} {value.dtype} {xxh3_64_hexdigest(value.tobytes())}"
     elif isinstance(value, Mapping) and depth and name.endswith(_KEYWORDS):
-        names = [str(key) for key in value if str(key).isidentifier()]
+        names = [key for key in value if isinstance(key, str) and key.isidentifier()]
         given.texts[name] = f"with {', '.join(names)}" if names else "none"
         for key in names:
             _describe(given, f"{name}.{key}", value[key], depth=depth - 1)
