@@ -671,6 +671,15 @@ def test_what_each_host_takes_is_said_with_its_strength(tmp_path: Path) -> None:
     convert_lora(source, target, "peft", family="flux2")
     said = loads_in_words(target)
     assert re.fullmatch(r"diffusers (\d+) of \1 × 1, ComfyUI (\d+) of \2 × 1", said), said
+    own = tmp_path / "lbm.safetensors"
+    factors = {"lora_down": torch.ones(2, 4), "lora_up": torch.ones(4, 2)}
+    name = "denoiser.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+    save_file(
+        {f"{name}.{end}.weight": factor for end, factor in factors.items()},
+        own,
+        {"lbm_native_naming": "true"},
+    )
+    assert loads_in_words(own) == "into an LBM here, 1 of 1 module"
     odd = tmp_path / "odd.safetensors"
     save_file({f"my.{end}.weight": torch.ones(4, 4) for end in ("lora_A", "lora_B")}, odd)
     assert loads_in_words(odd).startswith("diffusers unverified (the model family is not known)")

@@ -180,11 +180,10 @@ def print_written(console: Console, path: Path, file_bytes: int) -> None:
     console.print(Text("Written: ").append_text(plain(path)).append(f" ({format_size(file_bytes)})"))
 
 
-def print_written_lora(console: Console, path: Path, file_bytes: int) -> None:
-    """The same of a LoRA, and what the hosts make of it."""
+def print_loads(console: Console, path: Path) -> None:
+    """Say what the hosts make of a LoRA that was written."""
     from sigmascope.lora.loadable import loads_in_words
 
-    print_written(console, path, file_bytes)
     console.print(Text(f"Loads: {loads_in_words(path)}", overflow="fold"))
 
 

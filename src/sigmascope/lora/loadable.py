@@ -8,6 +8,8 @@ from typing import Final
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.hosts import HOSTS, HostReading, host_readings, strengths_in_words
+from sigmascope.lora.module_names import file_family
+from sigmascope.lora.reader import open_any_kind
 from sigmascope.units import counted
 
 _HOST_OF_FORMAT: Final = {"peft": "diffusers", "comfyui": "comfyui", "kohya": "comfyui"}
@@ -57,6 +59,9 @@ def require_loadable(written: Path, *, target: Path, format: str) -> None:
 def loads_in_words(path: Path) -> str:
     """Such as "diffusers 30 of 30 × 1, ComfyUI 22 of 22 × 1"; "unverified" with the reason where it is not known."""
     try:
+        with open_any_kind(path, check_finite=False) as lora:
+            if file_family(lora).family == "lbm":
+                return f"into an LBM here, {len(lora.names)} of {counted(len(lora.names), 'module')}"
         loads = loads_of(path)
     except LoraFormatError as error:
         return f"unverified: {error.message}"

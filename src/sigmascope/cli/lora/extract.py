@@ -18,7 +18,8 @@ from sigmascope.cli.console import (
     percent,
     plain,
     print_json,
-    print_written_lora,
+    print_loads,
+    print_written,
     progress_bar,
     title,
 )
@@ -287,8 +288,9 @@ def print_extraction(console: Console, report: "ExtractionReport", *, verbose: b
         console.print(module_table("Every layer", report.errors))
     console.print(facts(_extraction_facts(report)))
     console.print(findings(report.findings))
-    print_written_lora(console, report.lora, report.file_bytes)
+    print_written(console, report.lora, report.file_bytes)
     console.print(Text("         ").append_text(plain(report.sidecar)))
+    print_loads(console, report.lora)
     following = "Next: sigmascope lora validate "
     console.print(Text(following).append_text(plain(report.lora)))
 

@@ -24,8 +24,8 @@ from sigmascope.cli.console import (
     percent,
     plain,
     print_json,
+    print_loads,
     print_written,
-    print_written_lora,
     progress_bar,
     span,
     table,
@@ -363,7 +363,8 @@ def print_reduction(console: Console, what: str, report: "ReductionReport", *, v
     if report.method == "linear":
         listed(console, "Formed and decomposed (more than up and down factors)", report.formed, style="cyan")
     console.print(findings(report.findings))
-    print_written_lora(console, report.lora, report.file_bytes)
+    print_written(console, report.lora, report.file_bytes)
+    print_loads(console, report.lora)
 
 
 def _reduced_block_table(report: "ReductionReport") -> Table:
@@ -519,7 +520,8 @@ def _print_conversion(console: Console, report: "ConversionReport") -> None:
     console.print(title("LoRA conversion", report.source.name))
     console.print(facts(_conversion_facts(report)))
     listed(console, "Left out", [f"{module.name} ({module.reason})" for module in report.left_out])
-    print_written_lora(console, report.target, report.file_bytes)
+    print_written(console, report.target, report.file_bytes)
+    print_loads(console, report.target)
 
 
 def _conversion_facts(report: "ConversionReport") -> list[tuple[str, RenderableType | None]]:
