@@ -16,7 +16,7 @@ dependent factors are compared by their bases (`bases_of`), and the angles thems
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from math import fsum, isfinite, prod
@@ -122,8 +122,10 @@ def effect_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
     """
     patches_by_use = sort_patches(patches)
     values = None if weight is None or weight.is_meta else weight
-    effect = _effect_from(lambda: _change_norm(patches, values), weight)
-    return replace(effect, acting=len(patches_by_use.acting), left_out=patches_by_use.left_out)
+    acting = patches_by_use.acting
+    return _effect_from(
+        lambda: _change_norm(acting, values), weight, True, len(acting), patches_by_use.left_out
+    )
 
 
 def measured_effect(before: Tensor, after: Tensor) -> Effect:
@@ -133,22 +135,30 @@ def measured_effect(before: Tensor, after: Tensor) -> Effect:
         before: The weight before.
         after: The weight now, of the same shape. The difference is formed on its device.
     """
-    return replace(_effect_from(lambda: difference(before, after), before), predicted=False)
+    return _effect_from(lambda: difference(before, after), before, False)
 
 
-def _effect_from(measure: Callable[[], float], weight: Tensor | None) -> Effect:
+def _effect_from(
+    measure: Callable[[], float],
+    weight: Tensor | None,
+    predicted: bool,
+    acting: int = 0,
+    left_out: tuple[str, ...] = (),
+) -> Effect:
     """‖ΔW‖, ‖W‖ and their ratio; a figure that cannot be calculated is None, with its reason."""
     unavailable: dict[str, str] = {}
-    delta, whole = attempt(measure), attempt(lambda: weight_norm(weight))
+    delta = attempt(measure)
+    whole: Reading[float] = Reading(None, NOT_GIVEN)
+    if weight is not None:
+        whole = attempt(lambda: weight_norm(weight))
     for figure, reading in (("delta_norm", delta), ("weight_norm", whole)):
         if reading.reason is not None:
             unavailable[figure] = _plain(reading.reason)
     relative = _ratio(delta.value, whole.value, unavailable)
-    return Effect(delta.value, relative, whole.value, unavailable=unavailable)
+    return Effect(delta.value, relative, whole.value, predicted, acting, left_out, unavailable)
 
 
-def _change_norm(patches: Sequence[AppliedPatch], weight: Tensor | None) -> float:
-    acting = sort_patches(patches).acting
+def _change_norm(acting: Sequence[AppliedPatch], weight: Tensor | None) -> float:
     if not acting:
         return 0.0
     shape = weight_shape_of(acting, weight)

@@ -64,11 +64,13 @@ def norms_at_once(
         weights: Likewise.
         merged: Weights with what may be in them.
     """
+    plain = _PlainFactors()
     inside = [(weight, _each_once(patches)) for weight, patches in merged]
-    products = attempt(lambda: _products(changes)).value or {}
+    products = attempt(lambda: _products(changes, plain)).value or {}
     norms = attempt(lambda: _weight_norms(weights)).value or {}
-    inner = attempt(lambda: _inner_products(inside)).value or {}
-    elements = attempt(lambda: _elements(patch for _, patches in inside for patch in patches)).value or {}
+    inner = attempt(lambda: _inner_products(inside, plain)).value or {}
+    of_changes = (patch for _, patches in inside for patch in patches)
+    elements = attempt(lambda: _elements(of_changes, plain)).value or {}
     token = _KNOWN.set(_Known(products, norms, inner, elements))
     try:
         yield
@@ -118,21 +120,38 @@ def known_norm_of_sum(patches: Sequence[AppliedPatch]) -> float | None:
     return norm if norm > CANCELLATION_SHARE * lengths else None
 
 
-def _products(changes: Iterable[Sequence[AppliedPatch]]) -> dict[tuple[int, int], float]:
+class _PlainFactors:
+    """`_plain_factors` of each change, looked for once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, object, object], _Factors | None] = {}
+
+    def __call__(self, patch: AppliedPatch) -> _Factors | None:
+        key = id(patch.tensors), patch.adapter_type, patch.offset
+        if key not in self._known:
+            self._known[key] = _plain_factors(patch)
+        return self._known[key]
+
+
+def _products(
+    changes: Iterable[Sequence[AppliedPatch]], plain_factors: _PlainFactors
+) -> dict[tuple[int, int], float]:
     names: list[tuple[int, int]] = []
     sums: list[Tensor] = []
     with torch.no_grad():
-        for some in _alike(changes):
+        for some in _alike(changes, plain_factors):
             sums.append(_sums_of_blocks(some).flatten())
             names += [(one, other) for plain in some for one in plain for other in plain]
     return dict(zip(names, read_numbers(sums), strict=True))
 
 
-def _alike(changes: Iterable[Sequence[AppliedPatch]]) -> Iterator[list[dict[int, _Factors]]]:
+def _alike(
+    changes: Iterable[Sequence[AppliedPatch]], plain_factors: _PlainFactors
+) -> Iterator[list[dict[int, _Factors]]]:
     """The factors of weights whose plain changes have the same shapes, dtypes and device, some at a time."""
     alike: dict[object, list[dict[int, _Factors]]] = {}
     for patches in changes:
-        plain = {id(patch.tensors): factors for patch in patches if (factors := _plain_factors(patch))}
+        plain = {id(patch.tensors): factors for patch in patches if (factors := plain_factors(patch))}
         for device in dict.fromkeys(up.device for up, _ in plain.values()):
             own = {name: (up, down) for name, (up, down) in plain.items() if up.device == device}
             alike.setdefault(tuple((*map(_form, factors),) for factors in own.values()), []).append(own)
@@ -184,29 +203,38 @@ def _weight_norms(weights: Iterable[Tensor]) -> dict[int, float]:
     return dict(zip(known, blocked_norms([*known.values()]), strict=True))
 
 
-def _inner_products(merged: Merged) -> dict[tuple[int, int], float]:
+def _inner_products(merged: Merged, plain_factors: _PlainFactors) -> dict[tuple[int, int], float]:
     """In float32, which is eight digits of each product; the sums in float64."""
+    alike: dict[object, list[tuple[tuple[int, int], Tensor, Tensor, Tensor]]] = {}
+    for weight, patches in merged:
+        if not is_real(weight.dtype) or why_unreadable(weight):
+            continue
+        matrix = weight.detach().flatten(1)
+        for patch in patches:
+            factors = plain_factors(patch)
+            if factors is None or (factors[0].shape[0], factors[1].shape[1]) != matrix.shape:
+                continue
+            member = (id(weight), id(patch.tensors)), matrix, *factors
+            alike.setdefault((*map(_form, member[1:]),), []).append(member)
     names: list[tuple[int, int]] = []
     sums: list[Tensor] = []
     with torch.no_grad():
-        for weight, patches in merged:
-            if not is_real(weight.dtype) or why_unreadable(weight):
-                continue
-            matrix = weight.detach().flatten(1).to(torch.float32)
-            for patch in patches:
-                up, down = _plain_factors(patch) or (matrix, matrix)
-                if (up.shape[0], down.shape[1]) != matrix.shape or up is matrix:
-                    continue
-                up, down = (factor.to(matrix.device, torch.float32) for factor in (up, down))
-                sums.append(as_float64((up.mT @ matrix) * down).sum().view(1))
-                names.append((id(weight), id(patch.tensors)))
+        for members in alike.values():
+            numbers = sum(part.numel() for part in members[0][1:])
+            step = max(1, _MOST_BYTES // (4 * numbers or 1))
+            for start in range(0, len(members), step):
+                own, *parts = zip(*members[start : start + step], strict=True)
+                device = parts[0][0].device
+                matrices, ups, downs = (torch.stack(part).to(device, torch.float32) for part in parts)
+                sums.append(as_float64((ups.mT @ matrices) * downs).sum((1, 2)))
+                names += own
     return dict(zip(names, read_numbers(sums), strict=True))
 
 
-def _elements(patches: Iterable[AppliedPatch]) -> dict[int, Tensor]:
+def _elements(patches: Iterable[AppliedPatch], plain_factors: _PlainFactors) -> dict[int, Tensor]:
     found: list[tuple[list[int], Tensor]] = []
     with torch.no_grad():
-        for some in _alike([patch] for patch in patches):
+        for some in _alike(([patch] for patch in patches), plain_factors):
             ups, downs = (
                 as_float64(torch.stack([factors[side] for plain in some for factors in plain.values()]))
                 for side in (0, 1)

@@ -163,7 +163,10 @@ def _state_of(module: nn.Module) -> int:
         versions = (*map(attrgetter("_version"), tensors),)
     except PROBE_ERRORS:  # inference tensors count nothing
         versions = (*map(_version, tensors),)
-    merged = [(*map(str, own[_MERGED]),) for own in tree.own if _MERGED in own]
+    layers: list[int] = tree.derive(
+        "layers that merge", lambda: [place for place, own in enumerate(tree.own) if _MERGED in own]
+    )
+    merged = [(*map(str, tree.own[place].get(_MERGED) or ()),) for place in layers]
     return hash(((*map(id, tensors),), versions, (*map(attrgetter("dtype"), tensors),), *merged))
 
 

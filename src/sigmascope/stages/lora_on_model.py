@@ -374,36 +374,63 @@ def _are_finite(patches: Sequence[AppliedPatch]) -> dict[int, Reading[bool]]:
 
 
 def read_extremes(patches: Sequence[AppliedPatch]) -> dict[int, Reading[list[float]]]:
-    """By `id` what `_extremes` gives, with one read of each device."""
-    extremes = {id(patch): _extremes(patch) for patch in patches}
-    known = {patch: found.value for patch, found in extremes.items() if found.value is not None}
-    read = attempt(lambda: read_numbers([ends for found in known.values() for ends in found]))
-    numbers = iter(read.value or ())
+    """By `id` the least and the largest number of each tensor of a patch: not finite if any number is not.
+
+    Tensors that are alike are looked at together, and each device is read once.
+    """
     told: dict[int, Reading[list[float]]] = {}
-    for patch, found in extremes.items():
-        if patch not in known or read.value is None:
-            told[patch] = Reading(None, found.reason or read.reason)
+    floating: dict[int, list[Tensor]] = {}
+    for patch in patches:
+        why = _why_no_values(patch)
+        if why is None:
+            floating[id(patch)] = [
+                t.detach() for t in patch.tensors.values() if t.numel() and t.is_floating_point()
+            ]
         else:
-            told[patch] = Reading([next(numbers) for _ in range(2 * len(known[patch]))])
+            told[id(patch)] = Reading(None, why)
+    alike: dict[object, dict[int, Tensor]] = {}
+    for tensors in floating.values():
+        for tensor in tensors:
+            alike.setdefault((tensor.shape, tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+    ends: dict[int, Tensor] = {}
+    reasons: dict[int, str | None] = {}
+    for members in alike.values():
+        found = attempt(lambda same=members: [*_ends([*same.values()])])  # type: ignore[misc]
+        reasons |= dict.fromkeys(members, found.reason)
+        ends |= zip(members, found.value or (), strict=found.value is not None)
+    read = attempt(lambda: read_numbers([*ends.values()]))
+    numbers = iter(read.value or ())
+    pairs = {name: [next(numbers), next(numbers)] for name in ends} if read.value else {}
+    for name, tensors in floating.items():
+        unread = next((reasons[id(tensor)] for tensor in tensors if reasons[id(tensor)]), read.reason)
+        known = [number for tensor in tensors for number in pairs.get(id(tensor), ())]
+        told[name] = Reading(None, unread) if unread else Reading(known)
     return told
 
 
-def _extremes(patch: AppliedPatch) -> Reading[list[Tensor]]:
-    """The least and the largest number of each of its tensors, where they are: not finite if any number is not."""
+def _why_no_values(patch: AppliedPatch) -> str | None:
     unread = next((patch.unavailable[name] for name in _UNREADABLE_PARTS if name in patch.unavailable), None)
     if unread is not None and not patch.tensors:
-        return Reading(None, unread)
-    floating = [tensor for tensor in patch.tensors.values() if tensor.numel() and tensor.is_floating_point()]
-    if any(tensor.is_meta for tensor in floating):
-        return Reading(None, "its tensors have no values: they are on the meta device")
+        return unread
+    if any(tensor.is_meta for tensor in patch.tensors.values() if tensor.is_floating_point()):
+        return "its tensors have no values: they are on the meta device"
+    return None
+
+
+def _ends(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """(2,) of each of tensors that are alike."""
+    first = tensors[0]
+    step = max(1, _MOST_BYTES_AT_ONCE // first.nbytes)
     with torch.no_grad():
-        return attempt(lambda: [_ends(tensor.detach()) for tensor in floating])
+        for start in range(0, len(tensors), step):
+            some = tensors[start : start + step]
+            values = (first.unsqueeze(0) if len(tensors) == 1 else torch.stack([*some])).flatten(1)
+            values = values.to(torch.float32) if values.dtype.itemsize == 1 else values
+            ends = torch.stack(torch.aminmax(values, dim=1), dim=1)
+            yield from ends if ends.dtype == torch.float64 else ends.to(torch.float32)
 
 
-def _ends(tensor: Tensor) -> Tensor:
-    values = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
-    ends = torch.stack(torch.aminmax(values))
-    return ends if ends.dtype == torch.float64 else ends.to(torch.float32)
+_MOST_BYTES_AT_ONCE: Final = 1 << 24
 
 
 def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwice]:

@@ -6,7 +6,7 @@ file, and a file at 1 that becomes the same file twice at 0.5 leaves nothing, ex
 again, with signed strengths, and has its norm from Gram matrices (`sigmascope.lora.effect`). Kinds that depend on the
 weight, such as DoRA, are formed at both moments.
 
-What was fused into a weight is looked for in a thousand elements of it (`explain_content`). For a change
+What was fused into a weight is looked for in a thousand elements of it (`explain_contents`). For a change
 ΔW = Σ cᵢ·Δᵢ of known Δᵢ the cᵢ are found by least squares, however the fusing came about.
 """
 
@@ -40,7 +40,7 @@ from sigmascope.probes.fingerprints import (
     fingerprints,
     positions,
 )
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.reading import Reading, attempt
 from sigmascope.probes.tensors import place_of
 
 MOST_KEPT_BYTES: Final = 512 << 20
@@ -48,6 +48,8 @@ _CANCELLED: Final = 1e-9
 """A sum of strengths below this share of them is rounding: hosts keep products of strength and alpha / rank."""
 _BETTER: Final = 25.0
 """Times as much as chance, that another explanation of the elements must be better."""
+_MOST_NUMBERS_AT_ONCE: Final = 1 << 22
+"""Of elements that are compared at once."""
 Content = tuple[str, object, frozenset[tuple[str, Fingerprint]]]
 _Key = tuple[int, str, tuple[int, int, int] | None]
 Contents = Mapping[_Key, Content]
@@ -177,6 +179,9 @@ class SignedPatches:
         return self.net == ()
 
 
+_NOTHING: Final = SignedPatches()
+
+
 def signed_patches(
     now: Sequence[AppliedPatch], before: Sequence[AppliedPatch], contents: Contents
 ) -> SignedPatches:
@@ -187,15 +192,19 @@ def signed_patches(
         before: Likewise.
         contents: See `contents_of`; not needed for one patch alone.
     """
+    if not now and not before:
+        return _NOTHING
     now, before = sort_patches(now).acting, sort_patches(before).acting
     unread = {id(patch): why for patch in (*now, *before) if (why := _why_unread(patch, contents))}
-    names = [{_name(patch) for patch in side if id(patch) in unread} for side in (now, before)]
-    same = names[0] & names[1]
-    same_by_name = next((unread[id(p)] for p in now if id(p) in unread and _name(p) in same), None)
-    now, before = (
-        tuple(patch for patch in side if id(patch) not in unread or _name(patch) not in same)
-        for side in (now, before)
-    )
+    same_by_name = None
+    if unread:
+        names = [{_name(patch) for patch in side if id(patch) in unread} for side in (now, before)]
+        same = names[0] & names[1]
+        same_by_name = next((unread[id(p)] for p in now if id(p) in unread and _name(p) in same), None)
+        now, before = (
+            tuple(patch for patch in side if id(patch) not in unread or _name(patch) not in same)
+            for side in (now, before)
+        )
     why = next((unread[id(patch)] for patch in (*now, *before) if id(patch) in unread), None)
     depends = any(map(needs_weight, (*now, *before)))
     if why is None and [_whole(patch, contents) for patch in now] == [_whole(p, contents) for p in before]:
@@ -250,6 +259,8 @@ def _sum(weights: Sequence[float]) -> float:
 
 def at_weight(patch: AppliedPatch, weight: float) -> AppliedPatch:
     """A patch that acts with strength · alpha / rank equal to `weight`."""
+    if patch.state == "lazy" and patch.strength == weight and patch.scale == 1.0:
+        return patch
     return replace(patch, state="lazy", strength=weight, scale=1.0)
 
 
@@ -291,7 +302,8 @@ def net_effect(net: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
     bare = _without_factors(net)
     if bare is not None:
         return _unknown(bare, weight)
-    return effect_of([replace(patch, index=index) for index, patch in enumerate(net)], weight)
+    in_order = [p if p.index == index else replace(p, index=index) for index, p in enumerate(net)]
+    return effect_of(in_order, weight)
 
 
 def _without_factors(patches: Iterable[AppliedPatch]) -> str | None:
@@ -305,52 +317,111 @@ def _unknown(reason: str, weight: Tensor | None) -> Effect:
     return Effect(None, None, whole, unavailable=why if whole is not None else {**why, "weight_norm": reason})
 
 
-def explain_content(
-    samples: tuple[Tensor, Tensor],
-    expected: Sequence[AppliedPatch],
-    known: Sequence[AppliedPatch],
-    shape: tuple[int, ...],
-    rounding: float,
-) -> tuple[AppliedPatch, ...] | None:
-    """The patches that make the difference of two contents of a weight, with the strengths that they have in it.
+class SampledContent(NamedTuple):
+    """A weight whose content is another, by its elements.
 
-    Args:
+    Attributes:
         samples: The same elements of it before and now.
         expected: What the host says was merged in between.
         known: All patches of both moments, each content once; those that depend on the weight are left out.
         shape: Of the weight.
         rounding: ‖ΔW‖/‖W‖ of rounding.
+    """
+
+    samples: tuple[Tensor, Tensor]
+    expected: Sequence[AppliedPatch]
+    known: Sequence[AppliedPatch]
+    shape: tuple[int, ...]
+    rounding: float
+
+
+Explained = tuple[AppliedPatch, ...] | None
+
+
+def explain_contents(weights: Mapping[str, SampledContent]) -> dict[str, Reading[Explained]]:
+    """The patches that make the difference of two contents of each weight, with the strengths that they have in it.
 
     Returns:
-        `expected` where that explains the elements as well as anything; None if nothing does.
+        By name, `expected` where that explains the elements as well as anything; None if nothing does, and with a
+        reason if that cannot be calculated.
     """
-    before, after = map(as_float64, samples)
+    found: dict[str, Reading[Explained]] = {}
+    alike: dict[tuple[int, int], dict[str, _Elements]] = {}
+    for name, weight in weights.items():
+        elements = attempt(lambda one=weight: _elements(one))  # type: ignore[misc]
+        if elements.value is None:
+            found[name] = Reading(None, elements.reason)
+        else:
+            form = len(elements.value.before), len(elements.value.units)
+            alike.setdefault(form, {})[name] = elements.value
+    for (length, count), members in alike.items():
+        names, step = [*members], max(1, _MOST_NUMBERS_AT_ONCE // (length * (2 * count + 5) or 1))
+        for some in (names[start : start + step] for start in range(0, len(names), step)):
+            explained = _explained([weights[name] for name in some], [members[name] for name in some])
+            found.update((name, Reading(patches)) for name, patches in zip(some, explained, strict=True))
+    return found
+
+
+class _Elements(NamedTuple):
+    """The elements of one weight, of what is expected in it, and of each patch at strength 1; in float64 on the CPU."""
+
+    before: Tensor
+    after: Tensor
+    expected: Tensor
+    units: list[AppliedPatch]
+    of_units: list[Tensor]
+
+
+def _elements(weight: SampledContent) -> _Elements:
+    before, after = (as_float64(sample).cpu() for sample in weight.samples)
+    units = [at_weight(patch, 1.0) for patch in weight.known if not needs_weight(patch) and patch.tensors]
+    expected = sum((elements_of(patch, weight.shape) for patch in weight.expected), torch.zeros_like(before))
+    return _Elements(before, after, expected, units, [elements_of(unit, weight.shape) for unit in units])
+
+
+def _explained(weights: Sequence[SampledContent], elements: Sequence[_Elements]) -> list[Explained]:
+    """Of weights that have as many elements and as many patches as each other."""
+    before, after, expected = (
+        torch.stack(same)
+        for same in zip(*((one.before, one.after, one.expected) for one in elements), strict=True)
+    )
     seen = after - before
-    allowed = rounding * float(max(torch.linalg.vector_norm(before), torch.linalg.vector_norm(after)))
-    units = [at_weight(patch, 1.0) for patch in known if not needs_weight(patch) and patch.tensors]
-    rest = _length(seen - sum((elements_of(patch, shape) for patch in expected), torch.zeros_like(seen)))
-    count = len(units)
-    if not 0 < count < len(seen):
-        return tuple(expected) if rest <= allowed else None
-    basis = torch.stack([elements_of(unit, shape) for unit in units], dim=1)
-    lengths = torch.linalg.vector_norm(basis, dim=0)
-    scaled = basis / torch.where(lengths > 0, lengths, 1.0)
+    sizes = torch.maximum(torch.linalg.vector_norm(before, dim=1), torch.linalg.vector_norm(after, dim=1))
+    allowed = [weight.rounding * size for weight, size in zip(weights, sizes.tolist(), strict=True)]
+    rests = torch.linalg.vector_norm(seen - expected, dim=1).tolist()
+    length, count = seen.shape[1], len(elements[0].units)
+    if not 0 < count < length:
+        return [
+            tuple(weight.expected) if rest <= most else None
+            for weight, rest, most in zip(weights, rests, allowed, strict=True)
+        ]
+    basis = torch.stack([torch.stack(one.of_units, dim=1) for one in elements])
+    lengths = torch.linalg.vector_norm(basis, dim=1)
+    scaled = basis / torch.where(lengths > 0, lengths, 1.0).unsqueeze(1)
+    is_finite = (seen + expected).sum(1).isfinite() & lengths.sum(1).isfinite()
+    seen, scaled = (
+        torch.where(is_finite.view(-1, *[1] * (part.ndim - 1)), part, 0.0) for part in (seen, scaled)
+    )
     if count == 1:
-        fitted: Tensor = scaled.mT @ seen
+        fitted: Tensor = scaled.mT @ seen.unsqueeze(2)
     else:
-        fitted = torch.linalg.lstsq(scaled, seen.unsqueeze(1), driver="gelsd").solution.squeeze(1)
-    rest_of_fit = _length(seen - scaled @ fitted)
-    by_chance = rest_of_fit**2 * (1.0 + _BETTER * count / (len(seen) - count))
-    if rest <= allowed and rest**2 <= by_chance + (_CANCELLED * allowed) ** 2:
-        return tuple(expected)
-    if not rest_of_fit <= allowed:
-        return None
-    pairs = zip(units, fitted.tolist(), lengths.tolist(), strict=True)
-    return tuple(at_weight(unit, value / length) for unit, value, length in pairs if length > 0 and value)
-
-
-def _length(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values))
+        fitted = torch.linalg.lstsq(scaled, seen.unsqueeze(2), driver="gelsd").solution
+    rests_of_fit = torch.linalg.vector_norm(seen - (scaled @ fitted).squeeze(2), dim=1).tolist()
+    strengths = zip(fitted.squeeze(2).tolist(), lengths.tolist(), strict=True)
+    explained: list[Explained] = []
+    told = zip(weights, elements, rests, rests_of_fit, allowed, strengths, is_finite.tolist(), strict=True)
+    for weight, one, rest, rest_of_fit, most, (values, sizes_of_units), finite_too in told:
+        by_chance = rest_of_fit**2 * (1.0 + _BETTER * count / (length - count))
+        if rest <= most and rest**2 <= by_chance + (_CANCELLED * most) ** 2:
+            explained.append(tuple(weight.expected))
+        elif not (finite_too and rest_of_fit <= most):
+            explained.append(None)
+        else:
+            fits = zip(one.units, values, sizes_of_units, strict=True)
+            explained.append(
+                tuple(at_weight(unit, value / size) for unit, value, size in fits if size > 0 and value)
+            )
+    return explained
 
 
 def elements_of(patch: AppliedPatch, shape: tuple[int, ...]) -> Tensor:

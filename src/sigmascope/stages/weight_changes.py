@@ -37,9 +37,16 @@ from sigmascope.stages.signed_patches import (
     SignedPatches,
     content_of,
     contents_of,
+    explain_contents,
     signed_patches,
 )
-from sigmascope.stages.weight_verdict import NOT_SEEN, WeightEvidence, WeightVerdict, judge_weight
+from sigmascope.stages.weight_verdict import (
+    NOT_SEEN,
+    WeightEvidence,
+    WeightVerdict,
+    judge_weight,
+    sampled_effects,
+)
 
 NOT_COARSE: Final = "no change was merged into a coarsely stored weight"
 
@@ -210,7 +217,15 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
         if weight.inside.net is not None and weight.content_changed
     ]
     with norms_at_once(sums, [weight.now for weight in evidence.values()], merged):
-        verdicts = {key: judge_weight(weight) for key, weight in evidence.items()}
+        contents = {key: content for key, weight in evidence.items() if (content := weight.sampled_content)}
+        explained = explain_contents(contents)
+        sampled = sampled_effects(
+            {key: (w.samples, w.now.numel()) for key, w in evidence.items() if w.samples is not None}
+        )
+        verdicts = {
+            key: judge_weight(weight, explained.get(key), sampled.get(key))
+            for key, weight in evidence.items()
+        }
     for key, arrival in arrived(evidence).items():
         verdicts[key] = replace(verdicts[key], arrival=arrival)
     for key in scales.keys() & verdicts.keys():

@@ -6,7 +6,7 @@ changes were merged into, the norm that it had before follows from the merged we
 (`with_unmerged_norm`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Final
@@ -24,9 +24,10 @@ from sigmascope.probes.reading import Reading, attempt
 from sigmascope.stages.schema import OutsideLora, ValueChange, as_dict
 from sigmascope.stages.signed_patches import (
     Contents,
+    Explained,
+    SampledContent,
     SignedPatches,
     elements_of,
-    explain_content,
     joined,
     net_effect,
     signed_effect,
@@ -42,6 +43,7 @@ _FORMED_IN: Final = torch.float32  # what hosts form a change in that depends on
 _NO_EFFECT: Final = Effect(None, None, None, False)
 _UNEXPLAINED: Final = 4.0  # times the rounding of one merge: a weight may have been merged and unmerged often
 _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is rounding
+_MOST_AT_ONCE: Final = 1024  # weights whose elements are compared together
 NOT_SEEN: Final = "the weights before and after could not be compared, and no change is registered"
 
 
@@ -108,6 +110,15 @@ class WeightEvidence:
     contents: Contents
 
     @property
+    def sampled_content(self) -> SampledContent | None:
+        """What is to be explained by the LoRAs; None where the content is as before or was not sampled as it is now."""
+        expected, samples = self.inside.net, self.samples
+        is_other = self.content_changed or (self.content_changed is None and not self.inside.is_nothing)
+        if not is_other or expected is None or samples is None or samples[0].shape != samples[1].shape:
+            return None
+        return SampledContent(samples, expected, self.known, tuple(self.now.shape), rounding(self.now.dtype))
+
+    @property
     def is_first(self) -> bool:
         """Whether all that changed is that something was merged where there was nothing before."""
         return bool(self.inside.now) and not self.inside.before and self.beside.is_nothing
@@ -124,10 +135,17 @@ class _Found:
     inside: tuple[AppliedPatch, ...] | None = None
 
 
-def judge_weight(weight: WeightEvidence) -> WeightVerdict:
-    """Measure or predict the change of one weight."""
+def judge_weight(
+    weight: WeightEvidence, explained: Reading[Explained] | None, sampled: Effect | None
+) -> WeightVerdict:
+    """Measure or predict the change of one weight.
+
+    Args:
+        weight: What is known of it.
+        explained: What `explain_contents` says of its `sampled_content`; None where that is None.
+        sampled: What `sampled_effects` says of its samples; None where there are none.
+    """
     by_books = _by_books(weight)
-    sampled = sampled_effect(weight.samples, weight.now.numel())
     contents = None
     if weight.content_changed and weight.original is not None:
         contents = measured_effect(weight.original, weight.now)
@@ -139,7 +157,7 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
         unknown = dict.fromkeys(("delta_norm", "relative_change", "weight_norm"), _UNSEEN)
         found = _Found(Effect(None, None, None, False, unavailable=unknown), None, True)
     elif weight.content_changed or (weight.content_changed is None and not weight.inside.is_nothing):
-        found = _with_content(weight, by_books, contents, sampled)
+        found = _with_content(weight, explained, by_books, contents, sampled)
     elif weight.is_first and weight.content_changed is False:
         nothing = Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
         found = _Found(nothing, "contents", True)
@@ -230,19 +248,23 @@ def _by_books(weight: WeightEvidence) -> Effect | None:
     if inside.is_nothing:
         return None if beside.is_nothing else signed_effect(beside, weight.now)
     if beside.net is not None and inside.net is not None:
-        both = joined(inside.net, beside.net, contents=weight.contents)
-        return _with_weight_norm(weight, net_effect(both, None), inside.net)
+        of_content = net_effect(inside.net, None)
+        both = of_content
+        if not beside.is_nothing:
+            both = net_effect(joined(inside.net, beside.net, contents=weight.contents), None)
+        return _with_weight_norm(weight, both, of_content, inside.net)
     if inside.before or not beside.is_nothing or inside.unread:
         return signed_effect(replace(inside, unread=inside.unread or beside.unread or _WEIGHT_GONE), None)
     return signed_effect(inside, weight.original)
 
 
-def _with_weight_norm(weight: WeightEvidence, effect: Effect, inside: Sequence[AppliedPatch]) -> Effect:
-    """The effect with ‖W‖ of the content before."""
+def _with_weight_norm(
+    weight: WeightEvidence, effect: Effect, of_content: Effect, inside: Sequence[AppliedPatch]
+) -> Effect:
+    """The effect with ‖W‖ of the content before, given the effect of what is inside of it."""
     if weight.original is not None:
         return with_norm(effect, attempt(lambda: weight_norm(weight.original)).value)
-    of_content = with_unmerged_norm(net_effect(inside, None), weight.now, inside)
-    return with_norm(effect, of_content.weight_norm)
+    return with_norm(effect, with_unmerged_norm(of_content, weight.now, inside).weight_norm)
 
 
 def with_norm(effect: Effect, norm: float | None) -> Effect:
@@ -260,18 +282,22 @@ def with_norm(effect: Effect, norm: float | None) -> Effect:
 
 
 def _with_content(
-    weight: WeightEvidence, by_books: Effect | None, contents: Effect | None, sampled: Effect | None
+    weight: WeightEvidence,
+    explained: Reading[Explained] | None,
+    by_books: Effect | None,
+    contents: Effect | None,
+    sampled: Effect | None,
 ) -> _Found:
     """The effect of a weight whose content is another."""
     beside, inside = weight.beside, weight.inside
     if contents is not None and contents.delta_norm is not None and beside.is_nothing:
         return _Found(contents, "contents", bool(inside.now))
-    inner = _in_content(weight)
+    inner = _in_content(weight, explained)
     if inner is not None and beside.net is not None:
         is_guess = inner is not inside.net
         if is_guess or by_books is None or inside.is_nothing:
-            both = joined(inner, beside.net, contents=weight.contents)
-            effect = _with_weight_norm(weight, net_effect(both, None), inner)
+            both = net_effect(joined(inner, beside.net, contents=weight.contents), None)
+            effect = _with_weight_norm(weight, both, net_effect(inner, None), inner)
         else:  # the same, calculated already
             effect = by_books
         is_small = is_guess and _is_rounding(effect.relative_change, weight.now.dtype)
@@ -287,15 +313,13 @@ def _with_content(
     return _Found(Effect(None, None, None, False, unavailable=why), None, False)
 
 
-def _in_content(weight: WeightEvidence) -> tuple[AppliedPatch, ...] | None:
+def _in_content(weight: WeightEvidence, found: Reading[Explained] | None) -> tuple[AppliedPatch, ...] | None:
     """What was merged into the content: as the host says, or as its elements say; None if neither explains them."""
-    expected, samples_of_both, shape = weight.inside.net, weight.samples, tuple(weight.now.shape)
+    expected = weight.inside.net
     if expected is None:
         return None
-    if samples_of_both is None or samples_of_both[0].shape != samples_of_both[1].shape:
+    if found is None:
         return expected if weight.inside.now or weight.inside.before else None
-    share = rounding(weight.now.dtype)
-    found = attempt(lambda: explain_content(samples_of_both, expected, weight.known, shape, share))
     if found.value == () and not weight.known:
         return None  # nothing is known that could be in it
     return found.value if found.reason is None else expected or None
@@ -387,14 +411,34 @@ def _inner_product(merged: Tensor, factors: WeightedFactors) -> float:
 
 def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effect | None:
     """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them, or with NaN."""
-    if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
-        return None
-    before, after = (as_float64(sample).cpu() for sample in samples)
-    share = sqrt(elements / before.numel())
-    delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
-    if not (isfinite(delta) and isfinite(whole)):
-        return None
-    return Effect(delta, delta / whole if whole > 0 else None, whole, False)
+    return None if samples is None else sampled_effects({"": (samples, elements)})[""]
+
+
+def sampled_effects(samples: Mapping[str, tuple[tuple[Tensor, Tensor], int]]) -> dict[str, Effect | None]:
+    """The same of many weights, by name: the elements before and now, and how many the weight has."""
+    found: dict[str, Effect | None] = dict.fromkeys(samples)
+    alike: dict[object, list[str]] = {}
+    for name, ((before, after), _) in samples.items():
+        if before.shape == after.shape and before.numel():
+            form = before.shape, before.dtype, before.device, after.dtype, after.device
+            alike.setdefault(form, []).append(name)
+    several = (
+        names[start : start + _MOST_AT_ONCE]
+        for names in alike.values()
+        for start in range(0, len(names), _MOST_AT_ONCE)
+    )
+    for names in several:
+        before, after = (
+            as_float64(torch.stack([samples[name][0][side].flatten() for name in names])).cpu()
+            for side in (0, 1)
+        )
+        norms = (torch.linalg.vector_norm(values, dim=1).tolist() for values in (after - before, before))
+        for name, *both in zip(names, *norms, strict=True):
+            share = sqrt(samples[name][1] / before.shape[1])
+            delta, whole = (norm * share for norm in both)
+            if isfinite(delta) and isfinite(whole):
+                found[name] = Effect(delta, delta / whole if whole > 0 else None, whole, False)
+    return found
 
 
 def rounding(dtype: torch.dtype) -> float:

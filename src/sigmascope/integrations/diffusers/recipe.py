@@ -237,15 +237,17 @@ _STANDING: Final = ("scaling", "r", "lora_alpha", "_active_adapter", "_disable_a
 def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
     """The facts of each adapter over all layers; those of the last time if every layer stands as it did then."""
     tree = tree_of(module)
-    layers = [place for place, own in enumerate(tree.own) if "scaling" in own]
-    standing = [_copied(tree.own[place].get(name)) for place in layers for name in _STANDING]
+    layers: list[int] = tree.derive(
+        "layers of adapters", lambda: [place for place, own in enumerate(tree.own) if "scaling" in own]
+    )
+    standing = [tree.own[place].get(name) for place in layers for name in _STANDING]
     kept: list[Any] = tree.derive("adapters", list)
     is_same = attempt(lambda: bool(kept) and None not in standing and kept[0] == standing)
     if not is_same.value:
         adapters: dict[str, dict[str, Any]] = {}
         for place in layers:
             _add_lora_layer(adapters, tree.modules[place])
-        kept[:] = standing, adapters
+        kept[:] = [*map(_copied, standing)], adapters
     facts: Mapping[str, dict[str, Any]] = kept[1]
     return facts
 
