@@ -53,7 +53,7 @@ def headline(now: Run, before: Run, runs: int = 1) -> str:
 
 def test_more_steps_explain_the_time_that_they_take() -> None:
     assert headline(generated(steps=8), generated()) == (
-        "1.67 × as long: 6.00 s → 10.00 s. num_inference_steps 4 → 8 explains it."
+        "1.67 × as long (6.00 s → 10.00 s): num_inference_steps 4 → 8 explains it."
     )
 
 
@@ -71,7 +71,7 @@ def test_a_larger_picture_explains_up_to_the_square_of_its_pixels(step: float, s
 def test_what_no_amount_explains_is_placed_and_the_recipe_asked() -> None:
     slower = generated(step=2.0, recipe={"threads": 1})
     assert headline(slower, generated()) == (
-        "1.67 × as long: 6.00 s → 10.00 s. 4.00 s more in the steps of denoising; threads 2 → 1 may explain it."
+        "1.67 × as long (6.00 s → 10.00 s): 4.00 s more in the steps of denoising; threads 2 → 1 may explain it."
     )
     assert headline(generated(step=2.0), generated()).endswith(
         "4.00 s more in the steps of denoising; nothing in the recipe explains it."
@@ -81,13 +81,13 @@ def test_what_no_amount_explains_is_placed_and_the_recipe_asked() -> None:
 def test_a_callback_that_is_new_is_named() -> None:
     now = generated(between=1.0, call={"callback": "preview (generate.py:31)"})
     assert headline(now, generated()) == (
-        "1.67 × as long: 6.00 s → 10.00 s. 4.00 s more in your callback preview (generate.py:31)."
+        "1.67 × as long (6.00 s → 10.00 s): 4.00 s more in your callback preview (generate.py:31)."
     )
 
 
 def test_less_time_is_explained_as_well() -> None:
     assert headline(generated(), generated(steps=8)) == (
-        "1.67 × as fast: 10.00 s → 6.00 s. num_inference_steps 8 → 4 explains it."
+        "1.67 × as fast (10.00 s → 6.00 s): num_inference_steps 8 → 4 explains it."
     )
 
 
@@ -129,15 +129,18 @@ def test_runs_that_overlap_are_no_slower() -> None:
 def test_the_first_output_that_differs_is_named_with_what_acts_there() -> None:
     other = generated(prompt="a dog", means=(0.3, 0.4))
     assert headline(other, generated()) == (
-        "Times are as before. "
-        "The outputs differ from the prompt_embeds of text_encoding on: prompt a cat → a dog."
+        "The outputs differ from the prompt_embeds of text_encoding on: prompt a cat → a dog. "
+        "Times are as before."
     )
     lora = generated(
         recipe={"loras": {"unet.style": {"strength": [1.0, 1.0], "layers": 4, "active": 4}}}, means=(0.1, 0.4)
     )
-    assert headline(lora, generated()).endswith("the latent of denoising on: LoRAs none → unet.style.")
+    assert headline(lora, generated()).endswith(
+        "the latent of denoising on: LoRAs none → unet.style. Times are as before."
+    )
     assert headline(generated(means=(0.1, 0.4)), generated()).endswith(
-        "nothing in the recipe explains it; what your own code does between the pipeline's stages is not looked at."
+        "nothing in the recipe explains it; what your own code does between the pipeline's stages is not looked at. "
+        "Times are as before."
     )
 
 
@@ -145,7 +148,7 @@ def test_what_could_not_be_read_is_said_where_nothing_else_explains_an_output() 
     recipe = {"not_looked_at": {"control": "ControlState"}, "models": {"unet": None, "vae": "1f"}}
     said = headline(generated(means=(0.1, 0.4), recipe=recipe), generated(recipe=recipe))
     assert said.endswith(
-        "nothing in the recipe explains it; not looked at: control (ControlState), unet weights."
+        "nothing in the recipe explains it; not looked at: control (ControlState), unet weights. Times are as before."
     )
 
 
@@ -163,7 +166,7 @@ def test_noise_that_nobody_seeded_accuses_no_part() -> None:
         facts = {name: value for name, value in run.stages[0].facts.items() if name != "seeds"}
         runs.append(replace(run, stages=(replace(run.stages[0], facts=facts),)))
     assert headline(runs[1], runs[0]) == (
-        "Times are as before. The outputs differ from the latent of denoising on, as they do without a seed."
+        "The outputs differ from the latent of denoising on, as they do without a seed. Times are as before."
     )
 
 
@@ -172,19 +175,19 @@ def test_what_takes_time_alone_explains_no_output() -> None:
     now = generated(disk_read_bytes=400 << 20, others_cpu_share=0.6, means=(0.1, 0.4))
     assert headline(now, before).endswith(
         "nothing in the recipe explains it; what your own code does between the pipeline's stages is not looked at. "
-        "The recipe differs: read from disk 4 MB → 400 MB."
+        "The recipe differs: read from disk 4 MB → 400 MB. Times are as before."
     )
 
 
 def test_records_that_do_not_add_up_are_compared_all_the_same() -> None:
     before = generated()
-    assert headline(replace(before, seconds=3.0), before).startswith("2.00 × as fast: 6.00 s → 3.00 s.")
+    assert headline(replace(before, seconds=3.0), before).startswith("2.00 × as fast (6.00 s → 3.00 s)")
 
 
 def test_a_recipe_that_differs_without_an_effect_is_told() -> None:
     hosts = [HostFacts(libraries={"torch": version}) for version in ("2.12", "2.13")]
     before, now = (replace(generated(), host=host) for host in hosts)
-    assert headline(now, before) == "Times are as before. The recipe differs: torch 2.12 → 2.13."
+    assert headline(now, before) == "The recipe differs: torch 2.12 → 2.13. Times are as before."
 
 
 def test_records_from_before_recipes_were_kept_compare_with_those_of_today() -> None:
@@ -244,7 +247,7 @@ def test_another_model_is_named_and_costs_no_time() -> None:
         for step, fingerprint, mean in ((1.0, "aa", 0.2), (2.0, "bb", 0.3))
     )
     assert headline(now, before) == (
-        "1.67 × as long: 6.00 s → 10.00 s. 4.00 s more in the steps of denoising; nothing in the recipe explains it. "
+        "1.67 × as long (6.00 s → 10.00 s): 4.00 s more in the steps of denoising; nothing in the recipe explains it. "
         "The outputs differ from the latent of denoising on: unet weights aa → bb."
     )
 

@@ -60,7 +60,7 @@ def test_slower_runs_are_no_error(tmp_path: Path) -> None:
 def test_what_differs_in_the_set_up_is_told(tmp_path: Path) -> None:
     new, old = saved(tmp_path / "new", torch="2.14"), saved(tmp_path / "old")
     lines = compare(new, "--baseline", old).output.splitlines()
-    assert lines[0] == "Times are as before. The recipe differs: torch 2.13 → 2.14."
+    assert lines[0] == "The recipe differs: torch 2.13 → 2.14. Times are as before."
     assert ["torch", "2.13", "2.14"] in [line.split() for line in lines]
 
 

@@ -64,4 +64,4 @@ def test_a_strangers_text_stays_text(payload: str) -> None:
 def test_two_runs_lead_with_what_changed() -> None:
     slower = replace(RUN, seconds=24.0)
     text = to_markdown([RUN, slower])
-    assert "**2.00 × as long: 12.00 s → 24.00 s." in text
+    assert "**2.00 × as long (12.00 s → 24.00 s)" in text

@@ -135,12 +135,12 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     # Load from other programs is not a change of the run: only a time that it may explain has it.
     is_timed = time is not None and is_comparable
     changes = [_in_words(name, sides) for name, sides in recipe.items() if name != OTHERS_USED or is_timed]
-    if time is None and (text or changes):
-        sentences.insert(0, "Times are as before.")
     callback = recipe.get("callback", ("", ""))[1]
     is_mentioned = any(change in text for change in changes) or (callback != "" and callback in text)
     if changes and not is_mentioned:
         sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
+    if time is None and (text or changes):
+        sentences.append("Times are as before.")
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
     if time is not None and not is_comparable:
@@ -223,20 +223,24 @@ def _time_sentence(
     if not total.is_comparable:
         return _beside_others(total, new, baseline)
     how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
-    change = f"{how}: {units.seconds(before)} → {units.seconds(now)}."
+    change = f"{how} ({units.seconds(before)} → {units.seconds(now)})"
     least, most = sorted(_predicted_ratios(rows, recipe))
     changed = [_in_words(name, recipe[name]) for name in _AMOUNTS_OF_WORK if name in recipe]
     amounts = f"{' and '.join(changed)} {'explains' if len(changed) == 1 else 'explain'}" if changed else ""
     if amounts and least / (1 + _PREDICTION_TOLERANCE) <= now / before <= most * (1 + _PREDICTION_TOLERANCE):
-        return f"{change} {amounts} it."
+        return f"{change}: {amounts} it."
     same_way = [(row, was) for row, was in rows if (row.seconds > was) == (now > before)]
     if not same_way:  # records that do not add up
-        return change
+        return f"{change}."
     row, was = same_way[0]
     difference = (
         f"{units.seconds(abs(row.seconds - was))} {'more' if row.seconds > was else 'less'} {_where(row)}"
     )
-    return f"{change} {difference}{_why(row, recipe)}." + (f" {amounts} part of it." if amounts else "")
+    why = [*_why(row, recipe), *([f"{amounts} part of it"] if amounts else [])]
+    is_open = not why and not _says_enough(row)
+    return (
+        f"{change}: {'; '.join([difference, *(['nothing in the recipe explains it'] if is_open else why)])}."
+    )
 
 
 def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Sequence[Run]) -> str:
@@ -298,26 +302,34 @@ def _is_outside_models(row: TimeShare) -> bool:
     return row.in_models is not None and row.in_models < row.seconds / 2
 
 
-def _why(row: TimeShare, recipe: Differences) -> str:
-    """The differences of the recipe that may act there; "" if the place itself says enough."""
-    if row.callback or row.part == "scheduler" or _is_outside_models(row):
-        return ""
-    costly = {name: sides for name, sides in recipe.items() if not _NO_EFFECT_ON_TIME.fullmatch(name)}
-    causes = _causes(row.stage, costly)
-    if not causes:
-        return "; nothing in the recipe explains it"
-    return "; " + " and ".join(_in_words(name, recipe[name]) for name in causes[:2]) + " may explain it"
+def _says_enough(row: TimeShare) -> bool:
+    """Whether the place itself tells the cause."""
+    return bool(row.callback) or row.part == "scheduler" or _is_outside_models(row)
 
 
-def _causes(stage: str, recipe: Differences) -> list[str]:
-    """The differing entries that act in this stage first; if there are none, those of the machine."""
-    belongs = _BELONGS_TO.get(stage)
-    own = [
-        name
-        for name in recipe
-        if belongs is not None and belongs.fullmatch(name) and name not in _AMOUNTS_OF_WORK
-    ]
-    return own or [name for name in recipe if _MACHINE.fullmatch(name)]
+def _why(row: TimeShare, recipe: Differences) -> list[str]:
+    """The differences of the recipe that may act there."""
+    if _says_enough(row):
+        return []
+    costly = {
+        name: sides
+        for name, sides in recipe.items()
+        if name not in _AMOUNTS_OF_WORK and not _NO_EFFECT_ON_TIME.fullmatch(name)
+    }
+    told = " and ".join(_in_words(name, recipe[name]) for name in _causes([row.stage], costly)[:2])
+    return [f"{told} may explain it"] if told else []
+
+
+def _causes(stages: Sequence[str], recipe: Differences) -> list[str]:
+    """The differing entries that act in these stages first; if there are none, those of the machine, then those of no stage."""
+    places = [_BELONGS_TO[stage] for stage in stages if stage in _BELONGS_TO]
+    own = [name for place in places for name in recipe if place.fullmatch(name)]
+    elsewhere = [*_BELONGS_TO.values(), _MACHINE]
+    return (
+        list(dict.fromkeys(own))
+        or [name for name in recipe if _MACHINE.fullmatch(name)]
+        or [name for name in recipe if not any(place.fullmatch(name) for place in elsewhere)]
+    )
 
 
 def _in_words(name: str, sides: tuple[str, str]) -> str:
@@ -346,8 +358,7 @@ def _output_sentence(
     stage, _, tensor = output.partition(": ")
     recipe = {name: sides for name, sides in recipe.items() if name not in _LOAD}
     before = list(_BELONGS_TO)[: list(_BELONGS_TO).index(stage) + 1] if stage in _BELONGS_TO else []
-    causes = [name for earlier in before for name in recipe if _BELONGS_TO[earlier].fullmatch(name)]
-    causes = list(dict.fromkeys(causes)) or [name for name in recipe if _MACHINE.fullmatch(name)]
+    causes = _causes(before, recipe)
     if not causes and not is_seeded and stage != "text_encoding":
         return f"The outputs differ from the {tensor} of {stage} on, as they do without a seed."
     why = ", ".join(

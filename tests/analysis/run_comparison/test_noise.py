@@ -56,7 +56,7 @@ def test_the_alpha_of_a_check_reaches_its_first_sentence() -> None:
     now, before = [1.10, 1.11, 1.12, 1.13, 1.00], [1.00, 1.01, 1.02, 1.03, 1.04]  # p = 0.048, two-sided 0.095
     assert what_changed(runs_of(now), runs_of(before)).headline == "Nothing differs beyond noise."
     bold = what_changed(runs_of(now), runs_of(before), limits=Limits(alpha=0.2)).headline
-    assert bold.startswith("1.09 × as long: 1.02 s → 1.11 s.")
+    assert bold.startswith("1.09 × as long (1.02 s → 1.11 s)")
 
 
 def beside_others(seconds: float, own: float, waited: float | None, **facts: float) -> Run:

@@ -211,7 +211,7 @@ def test_several_runs_are_set_beside_the_first() -> None:
         stages=(replace(RUN.stages[0], seconds=18.0), Stage("saving", 19.0, 1.0)),
     )
     page = Page(to_html([RUN, slower]))
-    assert any(text.startswith("1.67 × as long: 12.00 s → 20.00 s.") for text in page.texts)
+    assert any(text.startswith("1.67 × as long (12.00 s → 20.00 s)") for text in page.texts)
     assert page.cells_after("generation, the rest", 3) == ["1.25 s", "9.25 s", "+8.00 s"]
     assert {"Before: portrait", "Now: slower"} <= set(page.texts)
 
