@@ -56,6 +56,11 @@ _NOTABLE_CHANGE_OF_COLLECTIONS: Final = 5.0
 FAULTS: Final = "page faults from disk"
 READ: Final = "read from disk"
 COLLECTED: Final = "full garbage collections"
+COMPILED: Final = "graphs compiled"
+ENVIRONMENT: Final = r"[A-Z][A-Z0-9]+_[A-Z0-9_]+"
+"""What names of the environment's switches look like, and no other entry of a recipe."""
+_READ_WITH_ENVIRONMENT: Final = "train mode"
+"""An entry of every record that holds the switches that were set."""
 _LORAS: Final = "LoRAs"
 _OF_LORA: Final = ("strength", "active", "file", "content")
 _HASH_DIGITS_SHOWN: Final = 12
@@ -66,7 +71,8 @@ Differences = Mapping[str, tuple[str, str]]
 def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
     """The entries that both sides have and that differ, as (before, now)."""
     ours, theirs = recipe_of_runs(new), recipe_of_runs(baseline)
-    ours = _with_names_of(ours, theirs)
+    ours = _with_names_of(_with_unset(ours, theirs), theirs)
+    theirs = _with_unset(theirs, ours)
     differences = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
     }
@@ -83,12 +89,19 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
         differences[READ] = (units.format_size(int(read[0])), units.format_size(int(read[1])))
     for name, fact, notable in (
         (COLLECTED, COLLECTIONS, _NOTABLE_CHANGE_OF_COLLECTIONS),
-        ("graphs compiled", COMPILED_GRAPHS, 0.0),
+        (COMPILED, COMPILED_GRAPHS, 0.0),
     ):
         counts = [_median_fact(runs, fact) for runs in (baseline, new)]
         if _are_apart(counts, notable):
             differences[name] = (f"{counts[0]:,.0f}", f"{counts[1]:,.0f}")
     return differences
+
+
+def _with_unset(recipe: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """A recipe with the switches of the environment that only the other has: a record holds those that were set."""
+    if _READ_WITH_ENVIRONMENT not in recipe:
+        return dict(recipe)
+    return {name: NOT_SET for name in other if re.fullmatch(ENVIRONMENT, name)} | dict(recipe)
 
 
 def _with_names_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:

@@ -15,6 +15,8 @@ from sigmascope import units
 from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
 from sigmascope.analysis.recipe import (
     COLLECTED,
+    COMPILED,
+    ENVIRONMENT,
     FAULTS,
     NOT_SET,
     OTHERS_USED,
@@ -50,7 +52,7 @@ _PER_PICTURE: Final = ("batch_size", *_PIXELS)
 _MACHINE: Final = re.compile(
     rf"processor.*|{FAULTS}|{READ}|{COLLECTED}|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
     r"[a-z]+:\d+( driver)?|autocast|gradients|float32 matmul precision|TF32 .*|cuDNN .*|deterministic algorithms|oneDNN|"
-    r"SDPA kernels|default dtype|train mode|hooks on all modules|[A-Z][A-Z0-9]+_[A-Z0-9_]+"
+    rf"SDPA kernels|default dtype|train mode|hooks on all modules|{ENVIRONMENT}"
 )
 _BELONGS_TO: Final = {
     "text_encoding": re.compile(
@@ -60,7 +62,7 @@ _BELONGS_TO: Final = {
     "latent_encoding": re.compile(r"vae.*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)),
     "denoising": re.compile(
         r"scheduler.*|seed|generator state|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
-        r"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|graphs compiled|"
+        rf"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|{COMPILED}|"
         + "|".join(_AMOUNTS_OF_WORK)
     ),
     "latent_decoding": re.compile(r"vae.*|output_type|" + "|".join(_PER_PICTURE)),
@@ -316,7 +318,9 @@ def _why(row: TimeShare, recipe: Differences) -> list[str]:
         for name, sides in recipe.items()
         if name not in _AMOUNTS_OF_WORK and not _NO_EFFECT_ON_TIME.fullmatch(name)
     }
-    told = " and ".join(_in_words(name, recipe[name]) for name in _causes([row.stage], costly)[:2])
+    load = [name for name in (FAULTS, READ, COLLECTED) if name in costly and COMPILED not in costly]
+    causes = dict.fromkeys([*_causes([row.stage], costly)[:2], *load])
+    told = " and ".join(_in_words(name, recipe[name]) for name in causes)
     return [f"{told} may explain it"] if told else []
 
 
