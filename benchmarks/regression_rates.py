@@ -1,8 +1,15 @@
-"""How often `sigmascope check` cries wolf, and how often it finds a slowdown that was planted.
+"""How often a comparison cries wolf, and how often it finds a slowdown that was planted, idle and beside other programs.
 
-    python benchmarks/regression_rates.py [--runs 40] [--slowdown 0.05] [--clock cpu] [--json FILE]
+    python benchmarks/regression_rates.py [--pairs 200] [--slowdown 0.1] [--where idle load] [--threads 1] [--json FILE]
+    python benchmarks/regression_rates.py --draws 40 [--slowdown 0.05] [--clock cpu] [--json FILE]
 
-A small UNet denoises in turn as it is (A) and with a step that takes some per cent longer (B: after each call the host
+Pairs: a loop of convolutions runs in turn as it is and with one call in ten more in each step, five times a side. Each side
+is compared as `sigmascope compare` does it, by its first sentence (the whole run) and by the rows of its table (stage and
+step): a side as it is with the one before it, for false alarms, and a slower side with the one as it is before it. Beside
+other programs there is a process for each processor that never rests; it ends with this one. A difference is *found*
+(unchanged: *accused*), *not comparable*, since the runs waited for a processor, or *denied*.
+
+Draws: a small UNet denoises in turn as it is (A) and with a step that takes some per cent longer (B: after each call the host
 waits for that share of the call's time). Then, many times, as many runs as one would make are drawn and checked: A
 against A for false alarms, B against A for what is found. Draws share runs, so the rates of one benchmark are less exact
 than their number suggests. On a machine that others use too, `--clock cpu` takes the processor time of the loop for its
@@ -11,19 +18,32 @@ time: that of the wall would tell of the others. Beside it stands what a bare th
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from diffusers import UNet2DConditionModel
 
-from sigmascope.analysis.run_comparison import ALPHA, MAX_SLOWDOWN
+from sigmascope.analysis.recipe import used_by_others
+from sigmascope.analysis.run_comparison import (
+    ALPHA,
+    MAX_SLOWDOWN,
+    FigureComparison,
+    compare_run_sets,
+    compare_totals,
+)
 from sigmascope.analysis.run_figures import figures_of
 from sigmascope.analysis.two_samples import p_of_higher
 from sigmascope.monitor import Recorder
+from sigmascope.monitor.load import Load
 from sigmascope.records.run import Run
 
 FIGURES = ("total", "denoising", "denoising step")
@@ -99,36 +119,164 @@ def rates(
     return {row: {name: count / DRAWS for name, count in found.items()} for row, found in counts.items()}
 
 
+RUNS = 5
+"""On each side: with fewer, less than 20 % is noise."""
+CALLS = 10
+"""Of the convolutions in a step; one more is 10 %."""
+LEAST_RUN_SECONDS = 0.22
+"""The system tells of other programs in runs of a fifth of a second and more."""
+SPIN = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    sum(range(100_000))
+"""
+OUTCOMES = ("found", "not comparable", "denied")
+
+
+@contextmanager
+def beside_others() -> Iterator[None]:
+    """A process for each processor that never rests, and ends with this one."""
+    command = [sys.executable, "-c", SPIN, str(os.getpid())]
+    others = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+class Loop:
+    """A loop of steps of the same work, some 0.2 s of it."""
+
+    def __init__(self, slowdown: float) -> None:
+        torch.manual_seed(0)
+        self._layer = torch.nn.Conv2d(32, 32, 3, padding=1).eval()
+        self._input = torch.randn(1, 32, 64, 64)
+        self._calls = {False: CALLS, True: round(CALLS * (1 + slowdown))}
+        self._steps = 4
+        seconds = min(self.run().seconds for _ in range(5))
+        self._steps = max(4, round(self._steps * LEAST_RUN_SECONDS / seconds))
+
+    @torch.no_grad()
+    def run(self, *, slower: bool = False) -> Run:
+        """One recorded run."""
+        recorder = Recorder("loop", sample_hz=None)
+        with recorder:
+            load = Load()
+            with recorder.stage("denoising"):
+                for _ in range(self._steps):
+                    with recorder.step():
+                        for _ in range(self._calls[slower]):
+                            self._layer(self._input)
+            load.note(recorder)
+        return recorder.run()
+
+
+def outcome(compared: FigureComparison) -> str:
+    """What is said of one figure: one of `OUTCOMES`."""
+    if not compared.is_comparable:
+        return "not comparable"
+    return "denied" if compared.is_noise else "found"
+
+
+def outcomes(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, str]:
+    """By figure what is said of it; "any" is the gravest of them."""
+    rows, _ = compare_run_sets(new, baseline)
+    told = {"first sentence": outcome(compare_totals(new, baseline))}
+    told |= {row.name: outcome(row) for row in rows if row.unit == "seconds"}
+    return {**told, "any": min(told.values(), key=OUTCOMES.index)}
+
+
+def rates_of_pairs(pairs: int, slowdown: float, where: str) -> dict[str, dict[str, Counter[str]]]:
+    """By kind of pair and figure, how many pairs came out how."""
+    counts: dict[str, dict[str, Counter[str]]] = {"unchanged": {}, "slower": {}}
+    began = time.perf_counter()
+    with beside_others() if where == "load" else nullcontext():
+        loop = Loop(slowdown)
+        before = [loop.run() for _ in range(RUNS)]
+        others = []
+        for number in range(1, pairs + 1):
+            same = [loop.run() for _ in range(RUNS)]
+            slow = [loop.run(slower=True) for _ in range(RUNS)]
+            for kind, told in (("unchanged", outcomes(same, before)), ("slower", outcomes(slow, same))):
+                for figure, word in told.items():
+                    counts[kind].setdefault(figure, Counter())[word] += 1
+            others.append(used_by_others(same) or 0.0)
+            before = same
+            if number % 10 == 0 or number == pairs:
+                took = (time.perf_counter() - began) / number
+                print(f"  {where}: {number} of {pairs}, {took / 2:.2f} s a pair", file=sys.stderr, flush=True)
+    print(
+        f"\n{where}: others used {100 * statistics.median(others):.0f} % of the processors "
+        f"({100 * min(others):.0f} to {100 * max(others):.0f} %)"
+    )
+    for kind, figures in counts.items():
+        for figure, words in figures.items():
+            shares = (
+                f"{'accused' if kind == 'unchanged' and word == 'found' else word} {words[word]}"
+                for word in OUTCOMES
+            )
+            print(f"  {kind:10} {figure:16} {', '.join(shares)} of {pairs}")
+    return counts
+
+
+def pairs_main(options: argparse.Namespace) -> None:
+    """Compare pairs, idle and beside other programs."""
+    torch.set_num_threads(options.threads)
+    slowdown = 0.1 if options.slowdown is None else options.slowdown
+    print(
+        f"{options.pairs} pairs of {RUNS} runs a side on {options.threads} threads; planted: {100 * slowdown:g} %"
+    )
+    results = {where: rates_of_pairs(options.pairs, slowdown, where) for where in options.where}
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
 def main() -> None:
-    """Run the loop in turn as it is and slowed down, then draw."""
+    """Compare pairs, or draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=40, help="of each kind (default 40)")
-    parser.add_argument("--steps", type=int, default=20, help="of a run (default 20)")
-    parser.add_argument("--slowdown", type=float, default=0.05, help="planted, as a fraction (default 0.05)")
+    parser.add_argument("--pairs", type=int, default=200, help="of each kind (default 200)")
+    parser.add_argument("--where", nargs="+", choices=("idle", "load"), default=("idle", "load"))
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the loop (default all)")
+    parser.add_argument(
+        "--draws", type=int, metavar="RUNS", help="draw from so many runs of each kind instead"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="of a run that is drawn (default 20)")
+    parser.add_argument("--slowdown", type=float, help="planted, as a fraction (default 0.1; of draws 0.05)")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="whose time counts (default wall)")
     parser.add_argument("--json", type=Path, help="write the results there too")
     options = parser.parse_args()
+    if options.draws is None:
+        pairs_main(options)
+    else:
+        draws_main(options, 0.05 if options.slowdown is None else options.slowdown)
+
+
+def draws_main(options: argparse.Namespace, slowdown: float) -> None:
+    """Run the loop in turn as it is and slowed down, then draw."""
     unet = small_unet()
     clock = CLOCKS[options.clock]
     recorded(unet, options.steps, 0.0, clock)  # warm up
     same, slower = [], []
-    for _ in range(options.runs):
+    for _ in range(options.draws):
         same.append(recorded(unet, options.steps, 0.0, clock))
-        slower.append(recorded(unet, options.steps, options.slowdown, clock))
+        slower.append(recorded(unet, options.steps, slowdown, clock))
     step = figures_of(same)["denoising step"].values
     spread = statistics.stdev(step) / statistics.mean(step)
     print(
-        f"{options.runs} runs of each kind, {options.steps} steps of {1e3 * statistics.median(step):.1f} ms; "
-        f"their medians vary by {100 * spread:.1f} % from run to run; planted: {100 * options.slowdown:g} %"
+        f"{options.draws} runs of each kind, {options.steps} steps of {1e3 * statistics.median(step):.1f} ms; "
+        f"their medians vary by {100 * spread:.1f} % from run to run; planted: {100 * slowdown:g} %"
     )
     print(
         f"{'runs a side':>11}  {'who':<10} {'what':<7}" + "".join(f"{name:>16}" for name in (*FIGURES, "any"))
     )
     results = {}
     for size in (5, 10, 20):
-        if 2 * size > options.runs:
+        if 2 * size > options.draws:
             continue
         found = results[size] = rates(same, slower, size, random.Random(0))
         for row, shares in found.items():
