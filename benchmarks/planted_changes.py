@@ -190,13 +190,15 @@ def brighten(_module: Any, _inputs: Any, output: Any) -> Any:
 
 
 def edited_in_place(pipe: Any) -> None:
-    """Scale a weight, as a script that merges by hand does."""
+    """Scale a weight of a pipeline that was watched before, as a script that merges by hand does."""
+    watched(pipe, {})
     with torch.no_grad():
         pipe.unet.conv_out.weight.mul_(1.01)
 
 
 def edited_through_data(pipe: Any) -> None:
     """The same behind the back of PyTorch's counter of changes."""
+    watched(pipe, {})
     pipe.unet.conv_out.weight.data.mul_(1.01)
 
 

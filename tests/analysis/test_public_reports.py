@@ -1,0 +1,96 @@
+"""Public reports of slowness and growth, rebuilt by their figures: the first sentence says what was the matter."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.analysis.faulty_runs import weights
+from tests.analysis.series import generation, series
+
+from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.what_changed import what_changed
+from sigmascope.records.run import HostFacts, Run
+
+MIB = 2**20
+
+
+def first_sentence(text: str) -> str:
+    return text.split(". ")[0]
+
+
+def runs_of(
+    step: float, count: int, *, libraries: Mapping[str, str], denoiser: Mapping[str, Any] | None = None
+) -> list[Run]:
+    """Three runs of one generation with steps of these seconds, each a little longer than the one before."""
+    return [
+        replace(
+            series(generation(0.0, [step * (1 + 0.002 * number)] * count, denoiser=denoiser or {})),
+            host=HostFacts(libraries=libraries),
+        )
+        for number in range(3)
+    ]
+
+
+THE_SAME = {"diffusers": "0.12.1"}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        pytest.param(
+            runs_of(1 / 16, 20, libraries={"diffusers": "0.25.1"}),
+            runs_of(1 / 8, 20, libraries={"diffusers": "0.29.2"}),
+            "diffusers 0.25.1 → 0.29.2",
+            id="diffusers 8880: half as fast since an update",
+        ),
+        pytest.param(
+            runs_of(1 / 3.9, 28, libraries={"diffusers": "0.33.1", "peft": "0.14.0"}),
+            runs_of(1 / 2.9, 28, libraries={"diffusers": "0.35.0", "peft": "0.17.0"}),
+            "diffusers 0.33.1 → 0.35.0 and peft 0.14.0 → 0.17.0",
+            id="diffusers 12131: slower with a LoRA since an update of two",
+        ),
+        pytest.param(
+            runs_of(1 / 6, 50, libraries=THE_SAME),
+            runs_of(1 / 2, 50, libraries=THE_SAME, denoiser={"offload": "sequential"}),
+            "transformer offload none → sequential",
+            id="diffusers 2266: a third as fast with sequential offload",
+        ),
+        pytest.param(
+            runs_of(10 / 50, 50, libraries=THE_SAME, denoiser={"module": weights(dtype="float16")}),
+            runs_of(40 / 50, 50, libraries=THE_SAME, denoiser={"module": weights(dtype="float32")}),
+            "transformer dtype float16 → float32",
+            id="Leffa 34: 40 s instead of 10 s since the weights are float32",
+        ),
+    ],
+)  # fmt: skip
+def test_what_made_it_slower_is_named_at_once(before: Sequence[Run], now: Sequence[Run], words: str) -> None:
+    said = first_sentence(what_changed(now, before).headline)
+    assert "× as long" in said
+    assert words in said
+    assert "nothing in the recipe" not in said
+
+
+def test_memory_that_stays_with_each_lora_is_said() -> None:
+    """diffusers 8532: loading and unloading a LoRA leaves 12.6 MiB each time, from 6,730 MiB on."""
+    at = [int((6730.1 + 12.6 * number) * MIB) for number in range(11)]
+    run = series(*(generation(2.0 * i, [0.3] * 4, rss=(at[i], at[i + 1])) for i in range(10)))
+    assert "Memory of the process grows by 12.6 MB each call" in first_sentence(headline(run))
+
+
+def test_each_generation_that_is_slower_than_the_last_is_said() -> None:
+    """diffusers 1807: in thirty generations of twenty steps the speed drops with each, though no memory leaks."""
+    usual = [0.05 * (1 + 0.02 * number) for number in range(30)]
+    run = series(*(generation(3.0 * i, [seconds] * 20) for i, seconds in enumerate(usual)))
+    assert "Steps became slower from generation to generation" in first_sentence(headline(run))
+
+
+def test_a_model_that_compiles_again_with_each_lora_is_said() -> None:
+    """diffusers 9279: a compiled transformer at one size, another LoRA before each call."""
+    firsts = (61.0, 58.0, 63.0)
+    run = series(
+        *(generation(70.0 * i, [first, *[0.9] * 4], compiled=True) for i, first in enumerate(firsts))
+    )
+    said = headline(run)
+    assert "The first step took 58.00 s to 63.00 s in 3 of 3 generations" in first_sentence(said)
+    assert "not kept from one generation to the next" in first_sentence(said)

@@ -1,0 +1,55 @@
+"""Public reports of pictures that differ, rebuilt on a small pipeline: the first sentence says what was the matter."""
+
+from typing import Any
+
+import pytest
+from tests.families.changes import lora_file
+from tests.families.pipelines import generate, make_pipeline
+
+import sigmascope
+from sigmascope.analysis.what_changed import what_changed
+from sigmascope.records.run import Run
+
+
+def watched(pipe: Any, **call: Any) -> Run:
+    with sigmascope.watch(pipe) as watching:
+        generate(pipe, "sd15", **call)
+    return watching.record()
+
+
+def first_sentence(now: Run, before: Run) -> str:
+    return what_changed([now], [before]).headline.split(". ")[0]
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return make_pipeline("sd15")
+
+
+def test_pictures_that_vary_with_the_batch(pipe: Any) -> None:
+    """diffusers 2659: one seed, and slightly other pictures in a batch."""
+    before, now = (watched(pipe, num_images_per_prompt=count) for count in (1, 2))
+    assert "batch_size 1 → 2" in first_sentence(now, before)
+
+
+@pytest.mark.xfail(
+    strict=False, reason="PEFT writes to weight.data, which PyTorch does not count as a change"
+)
+def test_a_lora_that_was_fused_and_unfused_leaves_other_weights(pipe: Any, tmp_path: Any) -> None:
+    """diffusers 5170: the same seed gives another picture than before the LoRA was fused and unfused."""
+    before = watched(pipe)
+    pipe.load_lora_weights(str(lora_file(tmp_path, 1)))
+    pipe.fuse_lora()
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    said = first_sentence(watched(pipe), before)
+    assert said.startswith("The outputs differ from the latent of denoising on: unet weights ")
+
+
+def test_attention_of_another_kind(pipe: Any) -> None:
+    """AUTOMATIC1111/stable-diffusion-webui 3476: other pictures by the same parameters, since attention is xformers'."""
+    before = watched(pipe)
+    pipe.enable_attention_slicing(1)
+    assert "attention processors AttnProcessor2_0 → SlicedAttnProcessor" in first_sentence(
+        watched(pipe), before
+    )
