@@ -1,6 +1,6 @@
 """How often the first sentence names what was changed, and how often it accuses when nothing was.
 
-A small Stable Diffusion pipeline runs before and after each of 60 planted changes, three times on each side: the first
+A small Stable Diffusion pipeline runs before and after each of 66 planted changes, three times on each side: the first
 sentence of the comparison has to hold the words that name the change. Series of generations that go wrong are judged by
 the first sentence of their report. Then the same pipeline runs many times unchanged: the limit for pairs that are
 accused of anything is 0, and under load 1 in 100.

@@ -7,7 +7,7 @@ Pairs: a loop of convolutions runs in turn as it is and with one call in ten mor
 is compared as `sigmascope compare` does it, by its first sentence (the whole run) and by the rows of its table (stage and
 step): a side as it is with the one before it, for false alarms, and a slower side with the one as it is before it. Beside
 other programs there is a process for each processor that never rests; it ends with this one. A difference is *found*
-(unchanged: *accused*), *not comparable*, since the runs waited for a processor, or *denied*.
+(unchanged: *accused*), *not comparable*, since the runs waited for a processor, or *denied* (unchanged: *as before*).
 
 Draws: a small UNet denoises in turn as it is (A) and with a step that takes some per cent longer (B: after each call the host
 waits for that share of the call's time). Then, many times, as many runs as one would make are drawn and checked: A
@@ -131,6 +131,8 @@ while os.getppid() == int(sys.argv[1]):
     sum(range(100_000))
 """
 OUTCOMES = ("found", "not comparable", "denied")
+UNCHANGED = {"found": "accused", "denied": "as before"}
+"""What the same is called where nothing was planted."""
 
 
 @contextmanager
@@ -155,9 +157,18 @@ class Loop:
         self._layer = torch.nn.Conv2d(32, 32, 3, padding=1).eval()
         self._input = torch.randn(1, 32, 64, 64)
         self._calls = {False: CALLS, True: round(CALLS * (1 + slowdown))}
-        self._steps = 4
-        seconds = min(self.run().seconds for _ in range(5))
-        self._steps = max(4, round(self._steps * LEAST_RUN_SECONDS / seconds))
+        self._steps = 1
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        seconds = min(self._processor_seconds() for _ in range(10))
+        torch.set_num_threads(threads)
+        self._steps = max(4, round(threads * LEAST_RUN_SECONDS / seconds))
+
+    def _processor_seconds(self) -> float:
+        """Of one step on one thread: other programs do not change it by much."""
+        began = time.process_time()
+        self.run()
+        return time.process_time() - began
 
     @torch.no_grad()
     def run(self, *, slower: bool = False) -> Run:
@@ -203,21 +214,22 @@ def rates_of_pairs(pairs: int, slowdown: float, where: str) -> dict[str, dict[st
             for kind, told in (("unchanged", outcomes(same, before)), ("slower", outcomes(slow, same))):
                 for figure, word in told.items():
                     counts[kind].setdefault(figure, Counter())[word] += 1
-            others.append(used_by_others(same) or 0.0)
+            share = used_by_others(same)
+            others += [] if share is None else [share]
             before = same
             if number % 10 == 0 or number == pairs:
                 took = (time.perf_counter() - began) / number
                 print(f"  {where}: {number} of {pairs}, {took / 2:.2f} s a pair", file=sys.stderr, flush=True)
-    print(
-        f"\n{where}: others used {100 * statistics.median(others):.0f} % of the processors "
-        f"({100 * min(others):.0f} to {100 * max(others):.0f} %)"
+    used = (
+        f"{100 * statistics.median(others):.0f} % of the processors ({100 * min(others):.0f} to {100 * max(others):.0f} %)"
+        if others
+        else "an unknown share of the processors: the runs were too short"
     )
+    print(f"\n{where}: others used {used}")
     for kind, figures in counts.items():
         for figure, words in figures.items():
-            shares = (
-                f"{'accused' if kind == 'unchanged' and word == 'found' else word} {words[word]}"
-                for word in OUTCOMES
-            )
+            names = UNCHANGED if kind == "unchanged" else {}
+            shares = (f"{names.get(word, word)} {words[word]}" for word in OUTCOMES)
             print(f"  {kind:10} {figure:16} {', '.join(shares)} of {pairs}")
     return counts
 
@@ -241,7 +253,7 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=200, help="of each kind (default 200)")
     parser.add_argument("--where", nargs="+", choices=("idle", "load"), default=("idle", "load"))
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the loop (default all)")
+    parser.add_argument("--threads", type=int, default=1, help="of the loop (default 1)")
     parser.add_argument(
         "--draws", type=int, metavar="RUNS", help="draw from so many runs of each kind instead"
     )
