@@ -93,6 +93,11 @@ class HookSet:
         else:
             self._keep_or_undo(key, undo, owner)
 
+    def hears_calls(self, module: object) -> bool:
+        """Whether `hook_calls` was given this module."""
+        heard = self._heard.get("__call__")
+        return heard is not None and heard.get(module) is not None
+
     def has(self, key: object, thing: object = None) -> bool:
         """Whether something of that key is on that thing."""
         kept = self._undo.get(key)

@@ -10,7 +10,7 @@ be watched uses `stage` and `step`, which belong to whichever recorder is curren
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -359,6 +359,13 @@ class Recorder:
         self._instruments.guard.read("folding", lambda: self._fold_older(frame))
         self._extent.end(frame.scope, error)
 
+    def dissolve(self, scope: Scope, drops: Collection[str]) -> None:
+        """Put what lies in a scope that is over in its place, but for scopes of these names."""
+        with peaks.LOCK:
+            around = _scope_around(self._outside, scope)
+            if around is not None:
+                around.put_in_place(scope, [child for child in scope.children if child.name not in drops])
+
     def _fold_older(self, frame: "Frame") -> None:
         """Fold what a stage that is over has made too many of its name."""
         folded, around = self._folded, frame.around
@@ -378,6 +385,14 @@ class Recorder:
         if len(self._outside.columns):
             stages.append(self._outside.freeze_steps(started_ns))
         return tuple(sorted(stages, key=lambda stage: stage.started_seconds)), folded
+
+
+def _scope_around(place: Scope, scope: Scope) -> Scope | None:
+    """The scope in `place`, or that itself, in which another one lies directly."""
+    if scope in place.children:
+        return place
+    found = (_scope_around(inner, scope) for inner in reversed(place.children))
+    return next((around for around in found if around is not None), None)
 
 
 def _open_places(place: Scope) -> Iterator[Scope]:
@@ -569,6 +584,21 @@ class LiveStage:
     def take_in_others(self) -> None:
         """Let stages that other recorders with the same clock open in this one lie in it too, from now on."""
         self._scope.takes_in_others = True
+
+    def end_at(self, moment_ns: int) -> None:
+        """Let the stage that is open have ended at this moment of the recorder's clock, though it is closed later.
+
+        What is read where a stage ends (processor time, the accelerator's clock) is not known of it then.
+        """
+        self._scope.end_at(moment_ns)
+
+    def dissolve(self, drops: Collection[str] = ()) -> None:
+        """Take the stage, which is over, out of the record; those inside it take its place.
+
+        Args:
+            drops: Names of stages directly inside it that go with it.
+        """
+        self._recorder.dissolve(self._scope, drops)
 
     @property
     def started_ns(self) -> int:

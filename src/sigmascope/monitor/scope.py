@@ -54,6 +54,7 @@ from sigmascope.threads import Life, has_hands_off, this_thread
 from sigmascope.units import counted
 
 STILL_OPEN = "the stage was still open when the run was read"
+ENDED_BEFORE = "when it had ended was found out later"
 OWN_FACT = "the caller put a fact of this name on the stage, which replaces it"
 OUTSIDE = "these steps ran outside all stages"
 NOT_AT_STEPS = "it was not read at the end of steps (step_memory is off)"
@@ -105,6 +106,7 @@ class Scope:
         self.was_opened = False
         self.started_ns = 0
         self.ended_ns: int | None = None
+        self._is_ended_before = False
         self.columns = StepColumns(instruments.new_timings())
         self.step_listener: StepListener | None = None
         self.takes_in_others = False
@@ -168,7 +170,8 @@ class Scope:
         if self.ended_ns is None:
             self.ended_ns = instruments.clock()
         ended_ns = self.ended_ns
-        self._look_at_processor()
+        if not self._is_ended_before:
+            self._look_at_processor()
         self.step_listener = None
         memory = HostMemory()
         try:
@@ -198,16 +201,35 @@ class Scope:
     def _processor_use(self) -> tuple[dict[str, object], dict[str, str]]:
         """What it used of the processor as facts, and why what is missing is."""
         if len(self._processor) < 2:
-            return {}, {PROCESSOR: self.instruments.guard.reasons.get(PROCESSOR, STILL_OPEN)}
+            why_not = ENDED_BEFORE if self._is_ended_before else STILL_OPEN
+            return {}, {PROCESSOR: self.instruments.guard.reasons.get(PROCESSOR, why_not)}
         use, why_not = processor_use(self._processor[0], self._processor[-1])
         return {PROCESSOR: asdict(use)}, {f"{PROCESSOR}.{name}": why for name, why in why_not.items()}
 
     def _end_on_device(self) -> None:
         instruments, edges, began = self.instruments, self._edges, self._began
         if edges is not None:
-            end = None if began is None else instruments.mark(began.device)
+            is_unknown = began is None or self._is_ended_before
+            end = None if is_unknown else instruments.mark(began.device)
             with peaks.LOCK:
                 instruments.guard.call("gpu_timing", lambda: instruments.stage_edges.add(edges, began, end))
+
+    def end_at(self, moment_ns: int) -> None:
+        """Let it have ended at this moment, though it is closed later."""
+        self.ended_ns = max(moment_ns, self.started_ns)
+        self._is_ended_before = True
+
+    def put_in_place(self, child: "Scope", instead: "list[Scope]") -> None:
+        """Put other scopes in the place of one that is over. With `peaks.LOCK` held."""
+        at = self.children.index(child)
+        self.children[at : at + 1] = instead
+        closed = self._closed.get(child.name)
+        if closed is not None and child in closed:
+            closed.remove(child)
+        for other in instead:
+            other.is_outermost = child.is_outermost
+            if other.ended_ns is not None:
+                self.take_closed(other)
 
     def take_closed(self, child: "Scope") -> None:
         """Note that an inner scope is over, if it may be folded later. With `peaks.LOCK` held."""

@@ -58,6 +58,11 @@ class Denoising:
         self._scheduler_began: int | None = None
         self._scheduler_ns = 0
 
+    @property
+    def steps(self) -> int:
+        """How many steps are over."""
+        return len(self._scope.columns)
+
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take a call of the denoiser that is about to run: the hot path."""
         if (

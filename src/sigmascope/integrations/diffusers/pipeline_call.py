@@ -96,6 +96,7 @@ class CallObserver(Observer):
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             outside.end_denoising()
+            outside.end_loop()
         stack = StageStack(session, id(pipeline))
         stack.pipeline = pipeline
         stage = stack.enter(GENERATION)

@@ -25,6 +25,7 @@ from sigmascope.integrations.diffusers.components import (
     TransferObserver,
     VaeObserver,
 )
+from sigmascope.integrations.diffusers.own_loops import OwnLoopObserver
 from sigmascope.integrations.diffusers.pipeline_call import CallObserver, DenoiserObserver, SchedulerObserver
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
 from sigmascope.monitor.guard import log_quietly, to_the_end, whole_number
@@ -302,4 +303,5 @@ OBSERVERS: Final[tuple[type[Observer], ...]] = (
     DenoiserObserver,
     TransferObserver,
     PipelineClassObserver,
+    OwnLoopObserver,
 )

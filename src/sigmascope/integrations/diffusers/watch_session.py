@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -34,6 +34,7 @@ from sigmascope.probes.models import components_of, pipeline_facts, unwrap
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, PipelineFacts, Role, Run
 
+T = TypeVar("T", bound="Observer")
 OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
 STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", default=())
@@ -160,6 +161,17 @@ class Session:
         return diagnosed.value or replace(
             run, unavailable={**reasons, "findings": diagnosed.reason or "unknown"}
         )
+
+    def observer(self, kind: "type[T]") -> "T":
+        """Its observer of this kind.
+
+        Raises:
+            LookupError: It has none.
+        """
+        for observer in self.observers:
+            if isinstance(observer, kind):
+                return observer
+        raise LookupError(f"no {kind.__name__}")
 
     def watch(self, pipeline: object) -> PipelineFacts | None:
         """Put the observers on a pipeline, and on components that are new since; gives its facts. Never raises."""
@@ -357,6 +369,7 @@ class StageStack:
         is_tiled: Whether the VAE was seen to work in tiles.
         moved: Nanoseconds that weights were moved for, and how often, by the stage that was open.
         outputs: What its stages made, until the call is over.
+        leave_loop: Ends the generation of an own loop that is open here, with an error or without; None: none is.
     """
 
     def __init__(self, session: Session, pipeline_id: int | None = None) -> None:
@@ -375,6 +388,7 @@ class StageStack:
         self.is_tiled = False
         self.moved: dict[LiveStage, tuple[int, int]] = {}
         self.outputs = HeldOutputs(in_call=pipeline_id is not None)
+        self.leave_loop: Callable[[BaseException | None], None] | None = None
 
     def __del__(self) -> None:
         """A thread or task that has ended may have left stages open, such as a denoising whose end nothing announced.
@@ -449,8 +463,14 @@ class StageStack:
         if self.denoising is not None:
             self.leave(self.denoising.stage, None)
 
+    def end_loop(self, error: BaseException | None = None) -> None:
+        """Close the generation of an own loop, if any is open."""
+        if self.leave_loop is not None:
+            self.leave_loop(error)
+
     def end(self, error: BaseException | None = None) -> None:
         """Close all that is open."""
+        self.end_loop(error)
         while self.open:
             self.leave(self.open[0][1], error)
 

@@ -1,0 +1,524 @@
+"""Loops of one's own: a generation that no pipeline runs, told by what is called in it.
+
+Where no pipeline is named, a module that is called with noisy latents and a timestep is a denoiser. The classes of
+diffusers are known by name. Any other module is one if its `forward` takes something like a timestep, if that holds one
+number or one for each sample, and if it gives what has the latents' form. It must be called for two timesteps at least.
+The scheduler's `step` ends a step, and the VAE's `decode` the loop.
+
+Nothing but classes is hooked. A class whose objects turn out to be parts of a denoiser, such as a block that takes the
+timestep too, is let go at its first call.
+"""
+
+import inspect
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from sigmascope.integrations.diffusers.components import (
+    ENCODING_STAGE,
+    LOADING_STAGE,
+    VAE_STAGES,
+    TextEncodingObserver,
+    VaeObserver,
+    first_tensor,
+)
+from sigmascope.integrations.diffusers.denoising import number_of
+from sigmascope.integrations.diffusers.pipeline_call import (
+    GENERATION,
+    CallObserver,
+    DenoiserObserver,
+    SchedulerObserver,
+    end_complete_denoising,
+    start_denoising,
+)
+from sigmascope.integrations.diffusers.watch_session import Observer, Session, StageStack
+from sigmascope.monitor.hooks import After, Arguments, ByIdentity, Keywords
+from sigmascope.monitor.recorder import LiveStage, frames_here
+from sigmascope.probes.models import pipeline_facts, unwrap
+from sigmascope.records.run import CallFacts
+
+OWN_LOOP: Final = "own loop"
+"""Stands for the pipeline's class in the record."""
+_TIMESTEPS: Final = frozenset(
+    ("t", "ts", "time", "times", "timestep", "timesteps", "time_step", "time_steps", "time_cond", "t_cond")
+    + ("sigma", "sigmas", "noise_level", "noise_levels", "noise_labels", "noise_cond", "c_noise", "log_snr")
+)
+"""What denoisers call the argument that says how noisy their latents are."""
+_KNOWN: Final = re.compile(r"UNet\w*Model|\w+Transformer\w*Model\w*|PriorTransformer|UVit2DModel|Kandinsky\w+|StableCascadeUNet")
+_PARTS: Final = re.compile(r"(Dual)?Transformer(2D|Temporal|SpatioTemporal)Model")
+"""Of diffusers: denoisers by the names of their classes, and models that denoisers have inside them."""
+_HELPER: Final = re.compile(r"\w*ControlNet\w*|T2IAdapter")
+_TEXT_ENCODER: Final = re.compile(r"\w+TextModel(WithProjection)?|\w+EncoderModel")
+_PICTURE_CHANNELS: Final = (1, 3)
+_ENCODER_NAME: Final = "text_encoder"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a class's `forward` takes what a denoiser needs.
+
+    Attributes:
+        latents: The name of its first argument.
+        at: The timestep's place behind `self`.
+        timestep: Its name.
+        is_known: Whether it is a class of diffusers.
+    """
+
+    latents: str
+    at: int
+    timestep: str
+    is_known: bool = False
+
+    def read(self, args: Arguments, kwargs: Keywords) -> tuple[object, object]:
+        """The latents and the timestep of a call; None for what was not given."""
+        latents = args[0] if args else kwargs.get(self.latents)
+        return latents, args[self.at] if self.at < len(args) else kwargs.get(self.timestep)
+
+
+def _form_of(kind: type) -> _Form | None:
+    """Where a class takes its latents and its timestep; None: it takes none."""
+    code = getattr(inspect.unwrap(getattr(kind, "forward", None) or kind), "__code__", None)
+    if code is None:
+        return None
+    names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    places = [place for place, name in enumerate(names) if place and name in _TIMESTEPS]
+    return _Form(names[0], places[0], names[places[0]]) if places else None
+
+
+def _is_timestep_of(latents: object, timestep: object) -> bool:
+    """Whether it can be the timestep of these latents: one number, or one for each sample. No value is read."""
+    if not isinstance(latents, Tensor) or latents.dim() < 2 or not latents.is_floating_point():
+        return False
+    if isinstance(timestep, Tensor):
+        return timestep.numel() == 1 or (
+            timestep.numel() == latents.shape[0] == (timestep.shape[0] if timestep.dim() else 0)
+        )
+    return isinstance(timestep, int | float) and not isinstance(timestep, bool)
+
+
+def _has_form_of(latents: Tensor, result: object) -> bool:
+    """Whether a denoiser can have given this: as many samples of the same size, in any number of channels."""
+    output = first_tensor(result)
+    if output is None or output.dim() != latents.dim() or not output.is_floating_point():
+        return False
+    sizes = (output.shape, latents.shape)
+    first, second = ((shape[:1], shape[2:]) if latents.dim() > 2 else (shape[:], shape[:0]) for shape in sizes)
+    return first == second
+
+
+class OwnParts:
+    """What an own loop uses, in place of a pipeline."""
+
+    def __init__(self, components: Mapping[str, object]) -> None:
+        self.components = dict(components)
+
+
+@dataclass(slots=True, eq=False)
+class OwnGeneration:
+    """A generation of an own loop while it goes on, on the stack of its context.
+
+    Attributes:
+        stage: Its stage.
+        calling: The denoiser that is being called.
+        form: How that takes its timestep.
+        first: The first timestep's number; None: not known.
+        last: The number of the last one.
+        is_repeated: Whether a denoiser of unknown class was called for a second timestep.
+        latents: The shape of the denoiser's latents.
+        last_ns: When something of it was last seen to end, on the recorder's clock.
+        has_denoised: Whether a denoiser was called in it.
+        has_image: Whether an image was encoded in it.
+        steps: Of its denoisings that are over.
+        pictures: How many were decoded.
+        parts: What works in it, by name.
+    """
+
+    stage: LiveStage
+    calling: nn.Module | None = None
+    form: _Form | None = None
+    first: float | None = None
+    last: float | None = None
+    is_repeated: bool = False
+    latents: tuple[int, ...] = ()
+    last_ns: int | None = None
+    has_denoised: bool = False
+    has_image: bool = False
+    steps: int = 0
+    pictures: int | None = None
+    parts: "dict[str, weakref.ref[Any]]" = field(default_factory=dict)
+
+    def uses(self, name: str, part: object) -> None:
+        """Note a part; another one of the same kind gets a number."""
+        number, free = 2, name
+        while (held := self.parts.get(free)) is not None:
+            if held() is part:
+                return
+            free, number = f"{name}_{number}", number + 1
+        self.parts[free] = weakref.ref(part)
+
+    def starts_again(self, number: float | None) -> bool:
+        """Whether a timestep is that of another loop's beginning: the first one, after others."""
+        return number is not None and number == self.first and number != self.last
+
+
+class OwnLoopObserver(Observer):
+    """A generation for each loop outside of pipelines, where none is named."""
+
+    name: ClassVar[str] = "own_loops"
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._looked_at: weakref.WeakSet[type] = weakref.WeakSet()
+        self._forms: weakref.WeakKeyDictionary[type, _Form] = weakref.WeakKeyDictionary()
+        self._refused: ByIdentity[bool] = ByIdentity()
+        self._trained: ByIdentity[bool] = ByIdentity()
+        self._generations: weakref.WeakKeyDictionary[StageStack, OwnGeneration] = weakref.WeakKeyDictionary()
+
+    def start(self) -> None:
+        """Know the classes that there are, and hear when an object of another is made."""
+        if not self.session.is_everywhere:
+            return
+        self.hook_attribute(nn.Module, "__init__", self._before_init)
+        for kind in _subclasses(nn.Module):
+            self._know(kind)
+        self.when_loaded("made", "diffusers.configuration_utils", "ConfigMixin", self._know_schedulers)
+        self.when_loaded("compiled", "torch._dynamo.eval_frame", "OptimizedModule", self._hear_calls)
+        hook = register_optimizer_step_post_hook(self._trained_here)
+        self.keep_undo("training", hook.remove)
+
+    # Which classes
+
+    def _before_init(self, module: object, args: Arguments, kwargs: Keywords) -> None:
+        kind = type(module)
+        if kind not in self._looked_at:
+            self._know(kind)
+
+    def _know(self, kind: type) -> None:
+        """Hear the calls of a class, if its objects can be part of a loop."""
+        self._looked_at.add(kind)
+        library, name = kind.__module__.partition(".")[0], kind.__name__
+        if library in ("torch", "sigmascope"):
+            return
+        if library == "transformers":
+            if _TEXT_ENCODER.fullmatch(name):
+                self.hook_attribute(kind, "__call__", self._before_text)
+            return
+        is_vae = all(callable(getattr(kind, way, None)) for way in ("encode", "decode"))
+        if is_vae:
+            self.hook_class(kind, "encode", partial(self._before_vae, "encoding"))
+            self.hook_class(kind, "decode", partial(self._before_vae, "decoding"))
+        elif library == "diffusers":
+            self._know_model(kind, name)
+        elif (form := _form_of(kind)) is not None:
+            self._forms[kind] = form
+            self._hear_calls(kind)
+
+    def _know_model(self, kind: type, name: str) -> None:
+        if not hasattr(kind, "from_pretrained"):
+            return
+        if _HELPER.fullmatch(name):
+            self.hook_attribute(kind, "__call__", self._before_helper)
+        elif _KNOWN.fullmatch(name) and not _PARTS.fullmatch(name) and (form := _form_of(kind)) is not None:
+            self._forms[kind] = replace(form, is_known=True)
+            self._hear_calls(kind)
+
+    def _hear_calls(self, kind: type) -> None:
+        self.hook_attribute(kind, "__call__", self._before)
+
+    def _know_schedulers(self, base: type) -> None:
+        """Hear `set_timesteps` and `step` of all schedulers of diffusers, also of those that are made later."""
+        for kind in _subclasses(base):
+            self._know_scheduler(kind)
+        self.hook_attribute(base, "register_to_config", self._before_config)
+
+    def _before_config(self, made: object, args: Arguments, kwargs: Keywords) -> None:
+        kind = type(made)
+        if kind not in self._looked_at and not isinstance(made, nn.Module):
+            self._looked_at.add(kind)
+            self._know_scheduler(kind)
+
+    def _know_scheduler(self, kind: type) -> None:
+        ways = ("set_timesteps", "step")
+        if not issubclass(kind, nn.Module) and all(callable(getattr(kind, way, None)) for way in ways):
+            self.hook_class(kind, "set_timesteps", self._before_schedule)
+            self.hook_class(kind, "step", self._before_step)
+
+    # What happens in a loop
+
+    def _stack(self) -> StageStack | None:
+        """The stack of this context, if no pipeline is being called here."""
+        stack = self.session.stack_here()
+        return None if stack is None or stack.pipeline_id is not None else stack
+
+    def _before(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:
+        """Take a call of what may be a denoiser: the hot path."""
+        stack = self.session.stack_here()
+        if stack is None or not isinstance(module, nn.Module):
+            return None
+        kind = type(module)
+        form = self._forms.get(kind)
+        if form is None:
+            inner = unwrap(module)
+            form = None if inner is None else self._forms.get(type(inner))
+            if form is None:
+                return None
+        own = self._generations.get(stack)
+        if stack.pipeline_id is not None or (own is not None and own.calling is not None):
+            self._let_go(kind, form, None if own is None else own.calling)
+            return None
+        if torch.is_grad_enabled() and (module.training or self._trained.get(module)):
+            return None
+        latents, timestep = form.read(args, kwargs)
+        if not form.is_known and (self._refused.get(module) or not _is_timestep_of(latents, timestep)):
+            return None
+        if is_tracing() or self._is_heard(module):  # type: ignore[no-untyped-call]
+            return None
+        return self._denoise(stack, module, form, latents, timestep)
+
+    def _let_go(self, kind: type, form: _Form, around: nn.Module | None) -> None:
+        """Hear no more of a class that works inside denoisers."""
+        inner = None if around is None else unwrap(around)
+        if not form.is_known and kind not in (type(around), type(inner)):
+            self._forms.pop(kind, None)
+            self.forget((id(kind), "__call__"))
+
+    def _denoise(
+        self, stack: StageStack, module: nn.Module, form: _Form, latents: object, timestep: object
+    ) -> After:
+        own = self._generations.get(stack)
+        number = number_of(timestep)
+        if own is not None and own.has_denoised and (own.starts_again(number) or _is_complete(stack)):
+            self._end(stack)
+            own = None
+        if own is None:
+            own = self._begin(stack)
+        is_first = not own.has_denoised
+        if is_first:
+            own.has_denoised, own.first, own.form = True, number, form
+            own.latents = tuple(latents.shape) if isinstance(latents, Tensor) else ()
+        own.is_repeated = own.is_repeated or (not is_first and (number is None or number != own.first))
+        own.last, own.calling = number, module
+        own.uses("unet" if "UNet" in type(unwrap(module) or module).__name__ else "denoiser", module)
+        denoising = start_denoising(stack)
+        denoising.called(next(iter(own.parts)), (latents, timestep), {})
+
+        def after(result: object, error: BaseException | None) -> None:
+            own.calling = None
+            own.last_ns = self.session.recorder.clock()
+            if error is not None:
+                self._end(stack, error)
+            elif is_first and not form.is_known and not _has_form_of(latents, result):  # type: ignore[arg-type]
+                self._refused.put(module, True)
+                self._drop(stack)
+            elif stack.planned_steps is None:
+                denoising.returned()
+
+        return after
+
+    def _before_helper(self, helper: object, args: Arguments, kwargs: Keywords) -> None:
+        stack = self._stack()
+        own = None if stack is None else self._generations.get(stack)
+        if stack is not None and own is not None and own.calling is None:
+            own.uses("controlnet", helper)
+            start_denoising(stack).prepared()
+
+    def _before_schedule(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
+        stack = self._stack()
+        if stack is not None:
+            own = self._generations.get(stack)
+            if own is not None and own.has_denoised:
+                self._end(stack)
+                own = None
+            (own or self._begin(stack)).uses("scheduler", scheduler)
+        return self.session.observer(SchedulerObserver)._before_schedule(scheduler, args, kwargs)
+
+    def _before_step(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
+        stack = self._stack()
+        own = None if stack is None else self._generations.get(stack)
+        if stack is None or own is None or stack.denoising is None:
+            return None
+        own.uses("scheduler", scheduler)
+        stepped = stack.denoising.scheduler_began()
+
+        def after(result: object, error: BaseException | None) -> None:
+            stepped(result, error)
+            own.last_ns = self.session.recorder.clock()
+
+        return after
+
+    def _before_text(self, encoder: object, args: Arguments, kwargs: Keywords) -> After | None:
+        stack = self._stack()
+        if stack is None or stack.is_in(ENCODING_STAGE) or self._is_heard(encoder):
+            return None
+        own = self._generations.get(stack)
+        if own is not None and own.has_denoised:
+            if not _is_complete(stack):  # a new prompt within a loop
+                return None
+            self._end(stack)
+            own = None
+        (own or self._begin(stack)).uses(_ENCODER_NAME, encoder)
+        texts = self.session.observer(TextEncodingObserver)
+        return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME)
+
+    def _before_vae(
+        self, way: Any, vae: object, args: Arguments, kwargs: Keywords
+    ) -> After | None:
+        stack = self._stack()
+        if stack is None or stack.is_in(*VAE_STAGES.values()):
+            return None
+        own = self._generations.get(stack)
+        if own is not None and own.has_denoised and way == "encoding":
+            self._end(stack)
+            own = None
+        if own is None and (way == "decoding" or not type(vae).__module__.startswith("diffusers.")):
+            return None
+        own = own or self._begin(stack)
+        own.uses("vae", vae)
+        own.has_image = own.has_image or way == "encoding"
+        is_last = way == "decoding" and own.has_denoised and not _is_preview(stack, own)
+        vaes = self.session.observer(VaeObserver)
+        told = vaes._before(way, vae, args, kwargs)
+
+        def after(result: object, error: BaseException | None) -> None:
+            if told is not None:
+                told(result, error)
+            own.last_ns = self.session.recorder.clock()
+            picture = first_tensor(result)
+            if way == "decoding" and picture is not None:
+                own.pictures = int(picture.shape[0])
+            if is_last or error is not None:
+                self._end(stack, error, is_now=True)
+
+        return after
+
+    def _trained_here(self, *_: object) -> None:
+        """Take a step of an optimizer: what was called before it, with gradients, was trained."""
+        if not self.works or self.session.is_over:
+            return
+        try:
+            stack = self._stack()
+            own = None if stack is None else self._generations.get(stack)
+            if stack is None or own is None or stack.denoising is None or not torch.is_grad_enabled():
+                return
+            for part in own.parts.values():
+                if isinstance(module := part(), nn.Module):
+                    self._trained.put(module, True)
+            self._drop(stack)
+        except Exception as failure:  # noqa: BLE001 - this runs in the host's training
+            self.failed(failure)
+
+    def _is_heard(self, module: object) -> bool:
+        """Whether it is a part of a pipeline that was called already, whose own observers hear it."""
+        return any(self.session.observer(kind).hears_calls(module) for kind in (DenoiserObserver, TextEncodingObserver))
+
+    # The generation
+
+    def _begin(self, stack: StageStack) -> OwnGeneration:
+        own = OwnGeneration(stack.enter(GENERATION))
+        stack.size, stack.most_calls_a_step = None, 0
+        stack.runs.clear()
+        self._generations[stack] = own
+        stack.leave_loop = partial(self._end, stack)
+        return own
+
+    def _end(self, stack: StageStack, error: BaseException | None = None, *, is_now: bool = False) -> None:
+        """Close the generation.
+
+        Args:
+            stack: Where it is.
+            error: What ended it.
+            is_now: Whether it has just ended; otherwise it has when it was last seen at work.
+        """
+        own = self._generations.pop(stack, None)
+        stack.leave_loop = None
+        if own is None:
+            return
+        stage, denoising = own.stage, stack.denoising
+        is_no_loop = not own.has_denoised or not (own.is_repeated or (own.form and own.form.is_known))
+        if error is not None and _is_complete(stack):
+            error = None  # it came when the loop was over
+        if own.last_ns is not None and error is None and not is_now:
+            for open_stage in filter(None, (denoising and denoising.stage, stage)):
+                open_stage.end_at(own.last_ns)
+        with self.session.own_work():
+            stack.leave(stage, error)
+            if is_no_loop or _lies_in_another(stage):
+                stage.dissolve(drops=() if own.has_denoised and not is_no_loop else ("denoising",))
+                return
+            if denoising is not None:
+                own.steps += denoising.steps
+            self._tell(stack, own, error)
+
+    def _drop(self, stack: StageStack) -> None:
+        """Take back the generation: it was none."""
+        own = self._generations.pop(stack, None)
+        stack.leave_loop = None
+        if own is not None:
+            stack.leave(own.stage, None)
+            own.stage.dissolve(drops=("denoising",))
+
+    def _tell(self, stack: StageStack, own: OwnGeneration, error: BaseException | None) -> None:
+        """Put on the generation what is put on a pipeline's: what it used and was asked for."""
+        read, stage = self.guard.read, own.stage
+        parts = {name: part for name, held in own.parts.items() if (part := held()) is not None}
+        facts = read("watch.own_loops", lambda: pipeline_facts(parts))
+        stage.fact("call", _call_of(stack, own))
+        if facts is not None:
+            stage.fact("pipeline", replace(facts, class_name=OWN_LOOP))
+        calls = self.session.observer(CallObserver)
+        why_not = None if error is None else "the loop failed"
+        read("watch.recipe", lambda: calls._tell_recipe(stage, OwnParts(parts), {}, [], why_not))
+        self.session.recorder.settle()
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for subclass in type.__subclasses__(kind):
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _is_complete(stack: StageStack) -> bool:
+    """Whether the open denoising has made all steps of the schedule."""
+    denoising, planned = stack.denoising, stack.planned_steps
+    if denoising is None:
+        return True
+    return planned is not None and denoising.stepped >= planned
+
+
+def _is_preview(stack: StageStack, own: OwnGeneration) -> bool:
+    """Whether a decoding comes before the loop's end. A loop that begins with an image makes fewer steps than planned."""
+    return stack.planned_steps is not None and not own.has_image and not _is_complete(stack)
+
+
+def _lies_in_another(stage: LiveStage) -> bool:
+    """Whether the host has a generation of its own around this one."""
+    return any(frame.scope.name == GENERATION for frame in frames_here())
+
+
+def _call_of(stack: StageStack, own: OwnGeneration) -> CallFacts:
+    """What an own loop shows of what it was asked for."""
+    size = stack.size
+    if size is None and len(own.latents) == 4 and own.latents[1] in _PICTURE_CHANNELS:
+        size = own.latents[-2], own.latents[-1]
+    batch = own.latents[0] if own.latents else None
+    guidance = stack.most_calls_a_step if stack.most_calls_a_step > 1 else None
+    if own.pictures and batch and batch % own.pictures == 0:
+        guidance = guidance or batch // own.pictures
+        batch = own.pictures
+    return CallFacts(
+        num_inference_steps=own.steps or None,
+        guidance_batches=guidance,
+        height=None if size is None else size[0],
+        width=None if size is None else size[1],
+        batch_size=batch,
+        has_image=own.has_image,
+    )
