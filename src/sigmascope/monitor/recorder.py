@@ -585,6 +585,10 @@ class LiveStage:
         """Let stages that other recorders with the same clock open in this one lie in it too, from now on."""
         self._scope.takes_in_others = True
 
+    def is_of(self, scope: Scope) -> bool:
+        """Whether the stage that was entered last is this one."""
+        return self._scope is scope
+
     def end_at(self, moment_ns: int) -> None:
         """Let the stage that is open have ended at this moment of the recorder's clock, though it is closed later.
 

@@ -139,6 +139,8 @@ class LoadingObserver(Observer):
         stack = self.session.stack_here()
         if stack is None:
             return None
+        if stack.denoising is None:
+            stack.end_loop()
         stage = stack.enter(LOADING_STAGE)
         facts["dtype"] = _text(kwargs.get("dtype", kwargs.get("torch_dtype")))
 

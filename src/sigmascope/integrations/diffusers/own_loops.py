@@ -13,7 +13,6 @@ import inspect
 import re
 import weakref
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -25,19 +24,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sigmascope.integrations.diffusers.components import (
     ENCODING_STAGE,
-    LOADING_STAGE,
     VAE_STAGES,
     TextEncodingObserver,
     VaeObserver,
     first_tensor,
 )
-from sigmascope.integrations.diffusers.denoising import number_of
+from sigmascope.integrations.diffusers.denoising import Denoising, number_of
 from sigmascope.integrations.diffusers.pipeline_call import (
     GENERATION,
     CallObserver,
     DenoiserObserver,
     SchedulerObserver,
-    end_complete_denoising,
+    is_final_decode,
     start_denoising,
 )
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, StageStack
@@ -49,11 +47,13 @@ from sigmascope.records.run import CallFacts
 OWN_LOOP: Final = "own loop"
 """Stands for the pipeline's class in the record."""
 _TIMESTEPS: Final = frozenset(
-    ("t", "ts", "time", "times", "timestep", "timesteps", "time_step", "time_steps", "time_cond", "t_cond")
-    + ("sigma", "sigmas", "noise_level", "noise_levels", "noise_labels", "noise_cond", "c_noise", "log_snr")
+    "t ts time times timestep timesteps time_step time_steps time_cond t_cond sigma sigmas noise_level noise_levels "
+    "noise_labels noise_cond c_noise log_snr".split()
 )
 """What denoisers call the argument that says how noisy their latents are."""
-_KNOWN: Final = re.compile(r"UNet\w*Model|\w+Transformer\w*Model\w*|PriorTransformer|UVit2DModel|Kandinsky\w+|StableCascadeUNet")
+_KNOWN: Final = re.compile(
+    r"UNet\w*Model|\w+Transformer\w*Model\w*|PriorTransformer|UVit2DModel|Kandinsky\w+|StableCascadeUNet"
+)
 _PARTS: Final = re.compile(r"(Dual)?Transformer(2D|Temporal|SpatioTemporal)Model")
 """Of diffusers: denoisers by the names of their classes, and models that denoisers have inside them."""
 _HELPER: Final = re.compile(r"\w*ControlNet\w*|T2IAdapter")
@@ -111,7 +111,9 @@ def _has_form_of(latents: Tensor, result: object) -> bool:
     if output is None or output.dim() != latents.dim() or not output.is_floating_point():
         return False
     sizes = (output.shape, latents.shape)
-    first, second = ((shape[:1], shape[2:]) if latents.dim() > 2 else (shape[:], shape[:0]) for shape in sizes)
+    first, second = (
+        (shape[:1], shape[2:]) if latents.dim() > 2 else (shape[:], shape[:0]) for shape in sizes
+    )
     return first == second
 
 
@@ -137,7 +139,7 @@ class OwnGeneration:
         last_ns: When something of it was last seen to end, on the recorder's clock.
         has_denoised: Whether a denoiser was called in it.
         has_image: Whether an image was encoded in it.
-        steps: Of its denoisings that are over.
+        denoisings: Those in it.
         pictures: How many were decoded.
         parts: What works in it, by name.
     """
@@ -152,7 +154,7 @@ class OwnGeneration:
     last_ns: int | None = None
     has_denoised: bool = False
     has_image: bool = False
-    steps: int = 0
+    denoisings: list[Denoising] = field(default_factory=list)
     pictures: int | None = None
     parts: "dict[str, weakref.ref[Any]]" = field(default_factory=dict)
 
@@ -272,8 +274,12 @@ class OwnLoopObserver(Observer):
             if form is None:
                 return None
         own = self._generations.get(stack)
-        if stack.pipeline_id is not None or (own is not None and own.calling is not None):
-            self._let_go(kind, form, None if own is None else own.calling)
+        if stack.pipeline_id is not None:
+            if not self._is_heard(module):
+                self._let_go(kind, form, None)
+            return None
+        if own is not None and own.calling is not None:
+            self._let_go(kind, form, own.calling)
             return None
         if torch.is_grad_enabled() and (module.training or self._trained.get(module)):
             return None
@@ -296,7 +302,11 @@ class OwnLoopObserver(Observer):
     ) -> After:
         own = self._generations.get(stack)
         number = number_of(timestep)
-        if own is not None and own.has_denoised and (own.starts_again(number) or _is_complete(stack)):
+        if own is not None and (
+            own.starts_again(number) or _is_complete(stack)
+            if own.has_denoised
+            else _has_another_in(own.stage)
+        ):
             self._end(stack)
             own = None
         if own is None:
@@ -304,11 +314,15 @@ class OwnLoopObserver(Observer):
         is_first = not own.has_denoised
         if is_first:
             own.has_denoised, own.first, own.form = True, number, form
+            # A loop that begins with an image makes fewer steps than are planned.
+            stack.loop_steps = None if own.has_image else stack.planned_steps
             own.latents = tuple(latents.shape) if isinstance(latents, Tensor) else ()
         own.is_repeated = own.is_repeated or (not is_first and (number is None or number != own.first))
         own.last, own.calling = number, module
         own.uses("unet" if "UNet" in type(unwrap(module) or module).__name__ else "denoiser", module)
         denoising = start_denoising(stack)
+        if denoising not in own.denoisings:
+            own.denoisings.append(denoising)
         denoising.called(next(iter(own.parts)), (latents, timestep), {})
 
         def after(result: object, error: BaseException | None) -> None:
@@ -369,9 +383,7 @@ class OwnLoopObserver(Observer):
         texts = self.session.observer(TextEncodingObserver)
         return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME)
 
-    def _before_vae(
-        self, way: Any, vae: object, args: Arguments, kwargs: Keywords
-    ) -> After | None:
+    def _before_vae(self, way: Any, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self._stack()
         if stack is None or stack.is_in(*VAE_STAGES.values()):
             return None
@@ -384,7 +396,7 @@ class OwnLoopObserver(Observer):
         own = own or self._begin(stack)
         own.uses("vae", vae)
         own.has_image = own.has_image or way == "encoding"
-        is_last = way == "decoding" and own.has_denoised and not _is_preview(stack, own)
+        is_last = way == "decoding" and own.has_denoised and is_final_decode(stack)
         vaes = self.session.observer(VaeObserver)
         told = vaes._before(way, vae, args, kwargs)
 
@@ -418,7 +430,10 @@ class OwnLoopObserver(Observer):
 
     def _is_heard(self, module: object) -> bool:
         """Whether it is a part of a pipeline that was called already, whose own observers hear it."""
-        return any(self.session.observer(kind).hears_calls(module) for kind in (DenoiserObserver, TextEncodingObserver))
+        return any(
+            self.session.observer(kind).hears_calls(module)
+            for kind in (DenoiserObserver, TextEncodingObserver)
+        )
 
     # The generation
 
@@ -439,29 +454,32 @@ class OwnLoopObserver(Observer):
             is_now: Whether it has just ended; otherwise it has when it was last seen at work.
         """
         own = self._generations.pop(stack, None)
-        stack.leave_loop = None
+        stack.leave_loop = stack.loop_steps = None
         if own is None:
             return
         stage, denoising = own.stage, stack.denoising
         is_no_loop = not own.has_denoised or not (own.is_repeated or (own.form and own.form.is_known))
-        if error is not None and _is_complete(stack):
+        if (
+            error is not None
+            and own.has_denoised
+            and own.calling is None
+            and (own.last == 0 or _is_complete(stack))
+        ):
             error = None  # it came when the loop was over
         if own.last_ns is not None and error is None and not is_now:
             for open_stage in filter(None, (denoising and denoising.stage, stage)):
                 open_stage.end_at(own.last_ns)
         with self.session.own_work():
             stack.leave(stage, error)
-            if is_no_loop or _lies_in_another(stage):
+            if is_no_loop or _lies_in_another():
                 stage.dissolve(drops=() if own.has_denoised and not is_no_loop else ("denoising",))
                 return
-            if denoising is not None:
-                own.steps += denoising.steps
             self._tell(stack, own, error)
 
     def _drop(self, stack: StageStack) -> None:
         """Take back the generation: it was none."""
         own = self._generations.pop(stack, None)
-        stack.leave_loop = None
+        stack.leave_loop = stack.loop_steps = None
         if own is not None:
             stack.leave(own.stage, None)
             own.stage.dissolve(drops=("denoising",))
@@ -494,14 +512,15 @@ def _is_complete(stack: StageStack) -> bool:
     return planned is not None and denoising.stepped >= planned
 
 
-def _is_preview(stack: StageStack, own: OwnGeneration) -> bool:
-    """Whether a decoding comes before the loop's end. A loop that begins with an image makes fewer steps than planned."""
-    return stack.planned_steps is not None and not own.has_image and not _is_complete(stack)
-
-
-def _lies_in_another(stage: LiveStage) -> bool:
-    """Whether the host has a generation of its own around this one."""
+def _lies_in_another() -> bool:
+    """Whether the host has a generation of its own here, around what has just been closed."""
     return any(frame.scope.name == GENERATION for frame in frames_here())
+
+
+def _has_another_in(stage: LiveStage) -> bool:
+    """Whether the host has opened a generation of its own inside this one."""
+    innermost = next((frame for frame in frames_here() if frame.scope.name == GENERATION), None)
+    return innermost is not None and not stage.is_of(innermost.scope)
 
 
 def _call_of(stack: StageStack, own: OwnGeneration) -> CallFacts:
@@ -515,7 +534,7 @@ def _call_of(stack: StageStack, own: OwnGeneration) -> CallFacts:
         guidance = guidance or batch // own.pictures
         batch = own.pictures
     return CallFacts(
-        num_inference_steps=own.steps or None,
+        num_inference_steps=sum(denoising.steps for denoising in own.denoisings) or None,
         guidance_batches=guidance,
         height=None if size is None else size[0],
         width=None if size is None else size[1],

@@ -437,6 +437,8 @@ def end_complete_denoising(stack: StageStack) -> None:
 
 
 def _steps_of_pipeline(stack: StageStack) -> int | None:
+    if stack.loop_steps is not None:
+        return stack.loop_steps
     steps = getattr(stack.pipeline, "num_timesteps", None)
     return steps if isinstance(steps, int) else None
 

@@ -312,9 +312,19 @@ class WatchedParts:
 def take_apart(pipeline: object, known: PipelineFacts | None = None) -> WatchedParts:
     """The parts of a pipeline, or of a denoiser alone."""
     components = {name: part for name, part in components_of(pipeline).items() if part is not None}
-    if not components and isinstance(pipeline, nn.Module):
-        components = {"denoiser": pipeline}
-    return WatchedParts(pipeline, components, known or pipeline_facts(pipeline))
+    if components:
+        return WatchedParts(pipeline, components, known or pipeline_facts(pipeline))
+    name = _name_of_part(pipeline)
+    components = {} if name is None else {name: pipeline}
+    return WatchedParts(pipeline, components, known or pipeline_facts(components or pipeline))
+
+
+def _name_of_part(part: object) -> str | None:
+    """What pipelines call a part that is watched alone: a VAE, a scheduler, or else a module that denoises."""
+    can = {way for way in ("encode", "decode", "set_timesteps", "step") if callable(getattr(part, way, None))}
+    if isinstance(part, nn.Module):
+        return "vae" if {"encode", "decode"} <= can else "denoiser"
+    return "scheduler" if {"set_timesteps", "step"} <= can else None
 
 
 def pipelines_in(pipeline: object) -> list[object]:
@@ -369,6 +379,7 @@ class StageStack:
         is_tiled: Whether the VAE was seen to work in tiles.
         moved: Nanoseconds that weights were moved for, and how often, by the stage that was open.
         outputs: What its stages made, until the call is over.
+        loop_steps: Of an own loop that makes all steps of the schedule; None: not known.
         leave_loop: Ends the generation of an own loop that is open here, with an error or without; None: none is.
     """
 
@@ -388,6 +399,7 @@ class StageStack:
         self.is_tiled = False
         self.moved: dict[LiveStage, tuple[int, int]] = {}
         self.outputs = HeldOutputs(in_call=pipeline_id is not None)
+        self.loop_steps: int | None = None
         self.leave_loop: Callable[[BaseException | None], None] | None = None
 
     def __del__(self) -> None:

@@ -1,0 +1,309 @@
+"""Loops that no pipeline runs, under a watch that names none: what is seen of them, and what is none."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tests.families import make_pipeline
+from tests.integrations.diffusers.marks import left_behind, marks
+from torch import Tensor, nn
+
+import sigmascope
+from sigmascope.records.run import Stage
+
+optimizers: Any = sys.modules["torch.optim.optimizer"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    kept = dict(optimizers._global_optimizer_post_hooks)
+    yield
+    assert optimizers._global_optimizer_post_hooks == kept
+    assert left_behind() == []
+
+
+class Block(nn.Module):
+    """Takes the timestep's embedding under the timestep's name, as the blocks of many denoisers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        mixed: Tensor = self.conv(x) + t[:, :, None, None]
+        return mixed
+
+
+class Plain(nn.Module):
+    """A denoiser of nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 3)
+        self.block = Block()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        mixed: Tensor = self.block(x, self.embed(t.float()[:, None]))
+        return mixed
+
+
+class Classifier(nn.Module):
+    """Takes a timestep as well, as those that guide do, and gives classes."""
+
+    def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
+        return x.mean(dim=(2, 3)) + timesteps[:, None]
+
+
+class Wrapped(nn.Module):
+    """What k-diffusion's samplers call: guidance around another model, by noise level."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner_model = inner
+
+    def forward(self, input: Tensor, sigma: Tensor, scale: float = 2.0) -> Tensor:
+        plain, asked = self.inner_model(torch.cat([input] * 2), torch.cat([sigma] * 2)).chunk(2)
+        guided: Tensor = plain + scale * (asked - plain)
+        return guided
+
+
+@torch.no_grad()
+def ddpm(model: nn.Module, steps: int = 4, batch: int = 2) -> Tensor:
+    """Ho et al. 2020, algorithm 2, with the noise left out."""
+    x = torch.ones(batch, 3, 8, 8)
+    for step in reversed(range(steps)):
+        x = x - 0.1 * model(x, torch.full((batch,), step))
+    return x
+
+
+@torch.no_grad()
+def euler(model: nn.Module) -> Tensor:
+    """Karras et al. 2022, algorithm 1 without its second order."""
+    sigmas = [8.0, 4.0, 2.0, 1.0, 0.0]
+    x = torch.ones(1, 3, 8, 8) * sigmas[0]
+    for sigma, following in pairwise(sigmas):
+        slope = (x - model(x, torch.tensor([sigma]))) / sigma
+        x = x + slope * (following - sigma)
+    return x
+
+
+def outline(stage: Stage) -> list[str]:
+    return [f"{one.name} {len(one.steps)}" if one.name == "denoising" else one.name for one in stage.children]
+
+
+@pytest.fixture(scope="module")
+def parts() -> Any:
+    return make_pipeline("sd15")
+
+
+@torch.no_grad()
+def by_hand(
+    parts: Any, steps: int = 3, *, calls: int = 1, image: Tensor | None = None, preview: bool = False
+) -> Tensor:
+    """What diffusers' docs call to deconstruct a pipeline."""
+    tokens = parts.tokenizer(["a fox"], padding="max_length", return_tensors="pt").input_ids
+    text = parts.text_encoder(tokens)[0]
+    latents = torch.ones(1, 4, 8, 8)
+    if image is not None:
+        latents = parts.vae.encode(image).latent_dist.mode()
+    parts.scheduler.set_timesteps(steps)
+    timesteps = parts.scheduler.timesteps if image is None else parts.scheduler.timesteps[1:]
+    for step, timestep in enumerate(timesteps):
+        for _ in range(calls):
+            noise = parts.unet(latents, timestep, encoder_hidden_states=text).sample
+        latents = parts.scheduler.step(noise, timestep, latents).prev_sample
+        if preview and step == 0:
+            parts.vae.decode(latents)
+    picture: Tensor = parts.vae.decode(latents).sample
+    return picture
+
+
+def test_a_deconstructed_pipeline_is_a_generation_like_its_own(parts: Any) -> None:
+    expected, before = by_hand(parts), marks(parts)
+    with sigmascope.watch() as run:
+        found = by_hand(parts)
+    assert torch.equal(found, expected)
+    assert marks(parts) == before
+    (generation,) = run.stages
+    assert outline(generation) == ["text_encoding", "model_sampling", "denoising 3", "latent_decoding"]
+    call, pipeline = generation.facts["call"], generation.facts["pipeline"]
+    assert [call[name] for name in ("num_inference_steps", "height", "batch_size")] == [3, found.shape[2], 1]
+    assert {part["role"] for part in pipeline["components"].values()} == {
+        "denoiser",
+        "scheduler",
+        "text_encoder",
+        "vae",
+    }
+    assert generation.facts["recipe"]["models"].keys() == {"unet", "vae", "text_encoder"}
+    assert run.stage("denoising").facts["scheduler_steps"] == 3
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "guidance by two calls": ({"calls": 2}, ["model_sampling", "denoising 3", "latent_decoding"]),
+    "from an image": (
+        {"image": torch.zeros(1, 3, 16, 16)},
+        ["latent_encoding", "model_sampling", "denoising 2", "latent_decoding"],
+    ),
+    "a preview": (
+        {"preview": True},
+        ["model_sampling", "denoising 3", "latent_decoding"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_generations_in_a_row_are_two(parts: Any, case: str) -> None:
+    how, stages = CASES[case]
+    with sigmascope.watch() as run:
+        by_hand(parts, **how)
+        by_hand(parts, **how)
+    assert [outline(stage) for stage in run.stages] == [["text_encoding", *stages]] * 2
+    assert run.stages[0].facts["call"]["guidance_batches"] == (2 if how.get("calls") else 1)
+
+
+@pytest.mark.parametrize("is_made_inside", [True, False])
+def test_a_plain_denoiser_is_told_by_how_it_is_called(is_made_inside: bool) -> None:
+    model = Plain()
+    expected = ddpm(model)
+    with sigmascope.watch() as run:
+        if is_made_inside:
+            weights, model = model.state_dict(), Plain()
+            model.load_state_dict(weights)
+        assert torch.equal(ddpm(model), expected)
+        ddpm(model, batch=1)
+    assert [outline(stage) for stage in run.stages] == [["denoising 4"]] * 2
+    assert [stage.facts["call"]["batch_size"] for stage in run.stages] == [2, 1]
+    assert "__call__" not in vars(Plain)
+    assert "__call__" not in vars(Block)
+
+
+def test_a_wrapped_denoiser_is_one_and_its_parts_are_none() -> None:
+    model = Wrapped(Plain())
+    with sigmascope.watch() as run:
+        euler(model)
+        assert "__call__" not in vars(Block)  # one look was enough: later steps cost nothing more
+        euler(model)
+    assert [outline(stage) for stage in run.stages] == [["denoising 4"]] * 2
+    assert list(run.stages[0].facts["pipeline"]["components"]) == ["denoiser"]
+
+
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.ones(2, 3, 8, 8), torch.full((2,), step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def classify(model: nn.Module) -> None:
+    guide = Classifier().eval()
+    for step in range(3):
+        guide(torch.ones(2, 3, 8, 8), torch.full((2,), step))
+
+
+NONE = {
+    "training": lambda: train(Plain()),
+    "training in eval mode": lambda: train(Plain().eval()),
+    "a classifier": lambda: classify(Plain()),
+    "one call": lambda: Plain().eval()(torch.ones(2, 3, 8, 8), torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("what", NONE)
+def test_what_is_no_generation(what: str) -> None:
+    with sigmascope.watch() as run:
+        NONE[what]()
+    assert run.stages == ()
+    assert "watch.own_loops" not in run.unavailable
+
+
+def test_what_is_sampled_between_epochs_is_a_generation() -> None:
+    model = Plain().eval()
+    with sigmascope.watch() as run:
+        train(model)
+        ddpm(model)
+    assert [outline(stage) for stage in run.stages] == [["denoising 4"]]
+
+
+class Breaks(Plain):
+    """Fails at timestep 1."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        if int(t[0]) == 1:
+            raise self.error("broke")
+        return super().forward(x, t)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_loop_that_breaks_keeps_what_was_seen(error: type[BaseException]) -> None:
+    with pytest.raises(error, match="broke"), sigmascope.watch() as run:
+        ddpm(Breaks(error))
+    (generation,) = run.stages
+    assert not generation.success
+    assert outline(generation) == ["denoising 3"]
+
+
+def test_the_next_loop_after_one_that_broke_is_another_generation() -> None:
+    with sigmascope.watch() as run:
+        with pytest.raises(ValueError, match="broke"):
+            ddpm(Breaks(ValueError))
+        ddpm(Plain())
+    assert [stage.success for stage in run.stages] == [False, True]
+
+
+def test_a_loop_in_another_thread_is_a_generation() -> None:
+    with sigmascope.watch() as run:
+        for _ in range(2):
+            thread = threading.Thread(target=ddpm, args=(Plain(),))
+            thread.start()
+            thread.join()
+    assert [outline(stage) for stage in run.stages] == [["denoising 4"]] * 2
+
+
+def test_a_generation_that_the_host_names_is_the_host_s(parts: Any) -> None:
+    with sigmascope.watch() as run:
+        for _ in range(2):
+            with sigmascope.stage("generation"):
+                by_hand(parts)
+    assert [outline(stage)[2:] for stage in run.stages] == [["denoising 3", "latent_decoding"]] * 2
+
+
+@pytest.mark.slow
+def test_a_compiled_denoiser_has_its_steps() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(Plain(), backend="eager")
+    with sigmascope.watch() as run:
+        ddpm(compiled)  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    assert [outline(stage) for stage in run.stages] == [["denoising 4"]]
+
+
+def test_what_a_loop_is_followed_by_is_not_in_its_time() -> None:
+    with sigmascope.watch() as run:
+        ddpm(Plain())
+        time.sleep(0.05)
+    generation = run.stages[0]
+    denoising = run.stage("denoising")
+    last = denoising.started_seconds + denoising.steps.started[-1] + denoising.steps.seconds[-1]
+    assert generation.started_seconds + generation.seconds == pytest.approx(last, abs=1e-3)
+
+
+@pytest.mark.parametrize("watched", ["vae", "scheduler"])
+def test_a_vae_and_a_scheduler_can_be_named_beside_the_denoiser(parts: Any, watched: str) -> None:
+    with sigmascope.watch(parts.unet, getattr(parts, watched)) as run:
+        by_hand(parts)
+    names = [stage.name for stage in run.stages]
+    assert (
+        names
+        == {"vae": ["denoising", "latent_decoding"], "scheduler": ["model_sampling", "denoising"]}[watched]
+    )
+    assert len(run.stage("denoising").steps) == 3
