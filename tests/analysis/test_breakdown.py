@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sigmascope.analysis.breakdown import headline, large_places, run_findings, time_breakdown
-from sigmascope.records.memory import AcceleratorPeak, PeakMemory
+from sigmascope.records.memory import AcceleratorMemory, AcceleratorPeak, MemoryImpact, MemorySnapshot, PeakMemory
 from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
 
 
@@ -164,6 +164,39 @@ def test_a_script_s_start_and_its_generations_are_two_clauses() -> None:
         "Start 4.50 s (mostly imports); each of 2 generations 6.25 s (6.00 s to 6.50 s), 76 % of it went into your "
         "callback preview (generate.py:31)"
     )
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize("where", ["process", "cuda:0"])
+def test_memory_is_what_stays_and_what_a_generation_adds(where: str) -> None:
+    """Before the generations 4 GB are in use, then 5; each adds 3 at its peak."""
+    device = None if where == "process" else where
+    stages = tuple(
+        Stage("generation", started, 2.0, memory=in_use(before * GB, device), peak=peak(most * GB, device))
+        for started, before, most in ((1.0, 4, 7), (3.0, 5, 8), (5.0, 5, 8))
+    )
+    assert headline(run_of(*stages)).endswith(
+        "8.00 GB, in generation; 5.00 GB of it stay in use, each of 3 generations adds 3.00 GB."
+    )
+
+
+def test_memory_that_was_not_recorded_is_not_divided() -> None:
+    stage = Stage("generation", 1.0, 2.0, peak=peak(8 * GB, None))
+    assert headline(run_of(stage)).endswith("Peak of memory: 8.00 GB, in generation.")
+
+
+def in_use(nbytes: int, device: str | None) -> MemoryImpact:
+    accelerators = () if device is None else (AcceleratorMemory(device, allocated_bytes=nbytes),)
+    snapshot = MemorySnapshot(process_rss_bytes=nbytes, accelerators=accelerators)
+    return MemoryImpact(snapshot, snapshot)
+
+
+def peak(nbytes: int, device: str | None) -> PeakMemory:
+    if device is None:
+        return PeakMemory(rss_bytes=nbytes)
+    return PeakMemory(accelerators=(AcceleratorPeak(device, allocated_bytes=nbytes),))
 
 
 def test_the_headline_names_imports_and_loading_before_all_stages() -> None:

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from sigmascope import units
 from sigmascope.analysis.generations import cases
 from sigmascope.analysis.lora_state import idle_lora
-from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice
+from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice, use_around
 from sigmascope.analysis.run_figures import (
     GENERATION,
     is_timed_on_device,
@@ -443,7 +443,7 @@ def _start_and_each(run: Run) -> str | None:
 
     None where no generation was recorded, or the start before the first is short.
     """
-    generations = [stage for stage in run.stages if stage.name == GENERATION]
+    generations = _generations(run)
     whole = sum(stage.seconds for stage in generations)
     start = generations[0].started_seconds if generations else 0.0
     if run.folded is not None or whole <= 0 or start < _LEAST_START_SHARE * run.seconds:
@@ -559,7 +559,21 @@ def _peak(run: Run) -> str | None:
     if highest is None:
         return None
     advice = tiling_advice(run, highest)
-    return f"Peak of {_memory(highest)}{f': {advice}' if advice else ''}."
+    return f"Peak of {_memory(highest)}{_stays_and_each(run, highest.where)}{f': {advice}' if advice else ''}."
+
+
+def _stays_and_each(run: Run, where: str) -> str:
+    """What is in use between the generations, and what each adds while it runs; nothing where that is not known."""
+    known_use = [use for stage in _generations(run) if (use := use_around(stage, where)) is not None]
+    if not known_use:
+        return ""
+    stays, added = (median(values) for values in zip(*known_use, strict=True))
+    each = f"each of {len(known_use)} generations" if len(known_use) > 1 else "the generation"
+    return f"; {units.format_size(int(stays))} of it stay in use, {each} adds {units.format_size(int(added))}"
+
+
+def _generations(run: Run) -> list[Stage]:
+    return [stage for stage in run.stages if stage.name == GENERATION]
 
 
 def _memory(owner: PeakOwner) -> str:

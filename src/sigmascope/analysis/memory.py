@@ -606,6 +606,18 @@ def _baseline(stage: Stage, where: str) -> int | None:
     return before.process_rss_bytes if where == PROCESS else before.accelerator(where).allocated_bytes
 
 
+def use_around(stage: Stage, where: str) -> tuple[int, int] | None:
+    """Bytes in use when a stage began, and what its peak added to them; None where one is not known, or it added nothing.
+
+    Args:
+        stage: Such as a generation.
+        where: "process" or a device.
+    """
+    peaks = {name: nbytes for name, nbytes, _ in _peaks(stage)}
+    before, peak = _baseline(stage, where), peaks.get(where)
+    return None if before is None or peak is None or peak <= before else (before, peak - before)
+
+
 def _component_bytes(path: list[Stage], name: str | None) -> int | None:
     """The bytes of a component's weights, as the pipeline's facts around it say."""
     for stage in reversed(path):

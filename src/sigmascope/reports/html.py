@@ -9,6 +9,7 @@ import os
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 from typing import Any, Final, get_args
@@ -26,6 +27,7 @@ from sigmascope.analysis.breakdown import (
     large_places,
     large_rows,
     run_findings,
+    time_breakdown,
 )
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of
@@ -64,6 +66,10 @@ _OUTLIER_FACTOR: Final = 2.0
 _TICKS: Final = 6
 _LAST_TICK_SHARE: Final = 0.93
 """Of the axis: beyond it there is no room for a label."""
+_LEAST_FOLDED_SHARE: Final = 0.25
+"""Of a run: a start that takes as much is folded on the timeline."""
+_FOLDED_WIDTH: Final = 12.0
+"""Per cent of the timeline."""
 _COLOURS: Final = 6
 _PLACES: Final = {PROCESS: "process (RAM)", SYSTEM: "whole machine (RAM)"}
 _SCRIPT_ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
@@ -242,14 +248,58 @@ def _timeline(run: Run) -> dict[str, Any] | None:
     """Stages as bars in lanes by depth, above the curves of memory, on one axis."""
     if not is_duration(run.seconds) or run.seconds <= 0 or not run.stages:
         return None
-    bars = [bar for depth, stage in _with_depth(run.stages) for bar in _bars(depth, stage, run.seconds)]
+    axis = _axis_of(run)
+    bars = [*_start_bar(run, axis)]
+    bars += [bar for depth, stage in _with_depth(run.stages) for bar in _bars(depth, stage, axis)]
     return {
         "lanes": 1 + max(bar["lane"] for bar in bars) if bars else 0,
         "bars": bars[:_MOST_BARS],
         "left_out": max(0, len(bars) - _MOST_BARS),
-        "ticks": list(_ticks(run.seconds)),
-        "curves": list(_curves(run)),
+        "ticks": list(_ticks(axis)),
+        "curves": list(_curves(run, axis)),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Moments of a run as per cent of the timeline's width.
+
+    Attributes:
+        whole: The run's seconds.
+        start: Seconds before the first stage that are folded, which means drawn much shorter than they are; 0: none.
+    """
+
+    whole: float
+    start: float = 0.0
+
+    def at(self, moment: float) -> float:
+        """Where a moment is."""
+        width = _FOLDED_WIDTH if self.start else 0.0
+        if moment <= self.start:
+            return width * moment / self.start if self.start else 0.0
+        return width + (100 - width) * (moment - self.start) / (self.whole - self.start)
+
+
+def _axis_of(run: Run) -> _Axis:
+    """An axis on which a long start of the script leaves room for the stages."""
+    start = min((stage.started_seconds for stage in run.stages), default=0.0)
+    is_long = is_duration(start) and _LEAST_FOLDED_SHARE * run.seconds <= start < run.seconds
+    return _Axis(run.seconds, start if is_long else 0.0)
+
+
+def _start_bar(run: Run, axis: _Axis) -> Iterator[dict[str, Any]]:
+    """The bar of the folded start."""
+    if axis.start:
+        packages = next((row.packages for row in time_breakdown(run) if row.packages), ())
+        what = f"imports ({in_words(packages)})" if packages else "before the first stage"
+        yield {
+            "name": f"start {seconds(axis.start)}",
+            "about": f"start: {seconds(axis.start)}, {what}; drawn shorter than it is",
+            "left": 0.0,
+            "width": axis.at(axis.start),
+            "lane": 0,
+            "kind": "folded",
+        }
 
 
 def _with_depth(stages: Sequence[Stage], depth: int = 0) -> Iterator[tuple[int, Stage]]:
@@ -258,32 +308,35 @@ def _with_depth(stages: Sequence[Stage], depth: int = 0) -> Iterator[tuple[int, 
         yield from _with_depth(stage.children, depth + 1)
 
 
-def _bars(depth: int, stage: Stage, whole: float) -> Iterator[dict[str, Any]]:
+def _bars(depth: int, stage: Stage, axis: _Axis) -> Iterator[dict[str, Any]]:
     if not (is_duration(stage.seconds) and is_duration(max(stage.started_seconds, 0.0))):
         return
     about = f"{stage.name}: {seconds(stage.seconds)}" + ("" if stage.success else ", failed")
     if len(stage.steps):
         about += f", {counted(len(stage.steps), 'step')}"
+    started = max(stage.started_seconds, 0.0)
     yield {
         "name": stage.name,
         "about": about,
-        "left": 100 * max(stage.started_seconds, 0.0) / whole,
-        "width": 100 * stage.seconds / whole,
+        "left": axis.at(started),
+        "width": axis.at(started + stage.seconds) - axis.at(started),
         "lane": depth,
-        "failed": not stage.success,
+        "kind": "" if stage.success else "failed",
     }
 
 
-def _ticks(whole: float) -> Iterator[dict[str, Any]]:
-    """Round moments along the axis."""
-    rough = whole / _TICKS
+def _ticks(axis: _Axis) -> Iterator[dict[str, Any]]:
+    """Round moments along the axis, but for those in its folded part."""
+    whole, start = axis.whole, axis.start
+    rough = (whole - start) / _TICKS
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    for index in range(int(_LAST_TICK_SHARE * whole / step) + 1):
-        yield {"left": 100 * index * step / whole, "label": seconds(index * step) if index else "0"}
+    last = start + _LAST_TICK_SHARE * (whole - start)
+    for index in range(math.ceil(start / step), int(last / step) + 1):
+        yield {"left": axis.at(index * step), "label": seconds(index * step) if index else "0"}
 
 
-def _curves(run: Run) -> Iterator[dict[str, Any]]:
+def _curves(run: Run, axis: _Axis) -> Iterator[dict[str, Any]]:
     """Memory over time, of the process and of each device, each on a scale of its own that begins at 0."""
     if run.seconds <= 0:
         return
@@ -300,7 +353,7 @@ def _curves(run: Run) -> Iterator[dict[str, Any]]:
             "name": _PLACES.get(where, where),
             "most": format_size(most),
             "points": " ".join(
-                f"{1000 * at / run.seconds:.2f},{100 - 95 * nbytes / most:.2f}"
+                f"{10 * axis.at(at):.2f},{100 - 95 * nbytes / most:.2f}"
                 for at, nbytes in sorted(readings)
             ),
         }

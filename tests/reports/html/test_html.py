@@ -263,3 +263,24 @@ def test_lora_strengths_by_block_and_what_did_not_match_are_shown() -> None:
     page = Page(to_html(run_that_holds("block"), prompts="full"))
     assert "It changes the model." in page.texts
     assert json.loads(page.scripts[0])["run"]["name"] == "block"
+
+
+def test_a_long_start_is_a_folded_bar_of_the_timeline() -> None:
+    """Imports take 20 of 24 s: they have an eighth of the width, and the rest of the axis is the stages'."""
+    stage = Stage("denoising", 20.0, 4.0)
+    page = to_html(Run("1", "demo", "2026-01-02T03:04:05+00:00", 24.0, stages=(stage,), facts={"imports": {"torch": 20.0}}))
+    assert "start: 20.00 s, imports (torch 20.00 s); drawn shorter than it is" in page
+    bars = {
+        name: (float(left), float(width))
+        for left, width, name in re.findall(r'<svg x="([\d.]+)%" y="\d+" width="([\d.]+)%".*?<text x="4" y="15">([^<]+)', page)
+    }
+    assert bars == {"start 20.00 s": (0.0, 12.0), "denoising": (12.0, 88.0)}
+    ticks = [float(left) for left in re.findall(r'<line class="tick" x1="([\d.]+)%"', page)]
+    assert ticks == [12.0, 34.0, 56.0, 78.0]  # 20 s, 21 s and so on
+
+
+def test_a_short_start_is_drawn_as_long_as_it_is() -> None:
+    stage = Stage("denoising", 2.0, 8.0)
+    page = to_html(Run("1", "demo", "2026-01-02T03:04:05+00:00", 10.0, stages=(stage,)))
+    assert "drawn shorter" not in page
+    assert '<svg x="20.0000%" y="2" width="80.0000%"' in page

@@ -46,10 +46,7 @@ from sigmascope.records.run import CallFacts
 
 OWN_LOOP: Final = "own loop"
 """Stands for the pipeline's class in the record."""
-_TIMESTEPS: Final = frozenset(
-    "t ts time times timestep timesteps time_step time_steps time_cond t_cond sigma sigmas noise_level noise_levels "
-    "noise_labels noise_cond c_noise log_snr".split()
-)
+_TIMESTEPS: Final = frozenset(("t", "ts", "time", "times", "timestep", "timesteps", "time_step", "time_steps", "time_cond", "t_cond", "sigma", "sigmas", "noise_level", "noise_levels", "noise_labels", "noise_cond", "c_noise", "log_snr",))
 """What denoisers call the argument that says how noisy their latents are."""
 _KNOWN: Final = re.compile(
     r"UNet\w*Model|\w+Transformer\w*Model\w*|PriorTransformer|UVit2DModel|Kandinsky\w+|StableCascadeUNet"
