@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from sigmascope.analysis.breakdown import headline, large_places, run_findings, time_breakdown
-from sigmascope.records.memory import AcceleratorMemory, AcceleratorPeak, MemoryImpact, MemorySnapshot, PeakMemory
+from sigmascope.records.memory import (
+    AcceleratorMemory,
+    AcceleratorPeak,
+    MemoryImpact,
+    MemorySnapshot,
+    PeakMemory,
+)
 from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
 
 
@@ -166,7 +172,7 @@ def test_a_script_s_start_and_its_generations_are_two_clauses() -> None:
     )
 
 
-GB = 10**9
+GB = 2**30
 
 
 @pytest.mark.parametrize("where", ["process", "cuda:0"])
@@ -178,13 +184,13 @@ def test_memory_is_what_stays_and_what_a_generation_adds(where: str) -> None:
         for started, before, most in ((1.0, 4, 7), (3.0, 5, 8), (5.0, 5, 8))
     )
     assert headline(run_of(*stages)).endswith(
-        "8.00 GB, in generation; 5.00 GB of it stay in use, each of 3 generations adds 3.00 GB."
+        "8.000 GB, in generation; 5.000 GB of it stay in use, each of 3 generations adds 3.000 GB."
     )
 
 
 def test_memory_that_was_not_recorded_is_not_divided() -> None:
     stage = Stage("generation", 1.0, 2.0, peak=peak(8 * GB, None))
-    assert headline(run_of(stage)).endswith("Peak of memory: 8.00 GB, in generation.")
+    assert headline(run_of(stage)).endswith("Peak of memory: 8.000 GB, in generation.")
 
 
 def in_use(nbytes: int, device: str | None) -> MemoryImpact:

@@ -559,7 +559,9 @@ def _peak(run: Run) -> str | None:
     if highest is None:
         return None
     advice = tiling_advice(run, highest)
-    return f"Peak of {_memory(highest)}{_stays_and_each(run, highest.where)}{f': {advice}' if advice else ''}."
+    return (
+        f"Peak of {_memory(highest)}{_stays_and_each(run, highest.where)}{f': {advice}' if advice else ''}."
+    )
 
 
 def _stays_and_each(run: Run, where: str) -> str:

@@ -18,6 +18,8 @@ from sigmascope.integrations.watch_settings import USER_PREFIX, Settings, settin
 _WATCH: Final = "sigmascope.integrations.diffusers.watch"
 STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor", _WATCH})
 """Pipelines come from the first; code that names its own stages imports the second, and code with a watch the third."""
+_LOOPS_START_WITH: Final = "torch"
+"""All that a loop of one's own needs: a program that was launched to be watched is watched from there."""
 _SPAWNED: Final = "--multiprocessing-fork"
 """The last word of the command line with which multiprocessing starts a child that it does not fork."""
 
@@ -49,6 +51,7 @@ class WatchedProcess:
         self._folder = os.getcwd()  # noqa: PTH109 - before the program changes it; pathlib is not loaded yet
         self._process_id = os.getpid()
         self._has_begun = False
+        self._starts_with = STARTS_WITH | ({_LOOPS_START_WITH} if settings.launched else set())
         self._end_recording: Callable[[], None] | None = None
         self._end_waiting: list[Callable[[], None]] = []
 
@@ -57,12 +60,12 @@ class WatchedProcess:
         atexit.register(self._end)
         try:
             FINDER.time_imports()
-            for name in STARTS_WITH:
+            for name in self._starts_with:
                 self._end_waiting.append(FINDER.wait(name, self._begin))
         except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
             self._wait_no_more()
             _say_unwatched(failure)
-        if any(name in sys.modules for name in STARTS_WITH):
+        if any(name in sys.modules for name in self._starts_with):
             self._begin()
 
     def _wait_no_more(self) -> None:
@@ -104,7 +107,9 @@ class WatchedProcess:
         FINDER.time_no_more()
         if self._end_recording is None:
             if self.settings.launched and not self._has_begun:
-                say("there was nothing to watch: neither diffusers nor a stage of sigmascope was used.")
+                say(
+                    "there was nothing to watch: neither PyTorch, diffusers nor a stage of sigmascope was used."
+                )
             return
         try:
             end_recording, self._end_recording = self._end_recording, None

@@ -35,6 +35,9 @@ _SPARE: Final = 3
 """At most this many times the generations to keep wait for a file; of any more, only sums are kept."""
 
 
+WHAT_TO_WRITE: Final = "If a loop of your own generates, name what denoises and decodes in it: with sigmascope.watch(unet, vae) as run: …"
+
+
 class Recording:
     """An open watch of every pipeline in the process.
 
@@ -124,7 +127,9 @@ class Recording:
             if self._trace_path is not None:
                 self._write("trace", self._trace_path, run.to_trace)
         elif self._settings.launched:
-            self._say("there was nothing to watch: no pipeline was called and no stage was opened.")
+            self._say(
+                f"there was nothing to watch: no pipeline was called and no stage was opened. {WHAT_TO_WRITE}"
+            )
 
     def _write(self, what: str, path: Path, write: Callable[[Path], object]) -> None:
         try:

@@ -272,7 +272,7 @@ class _Axis:
     whole: float
     start: float = 0.0
 
-    def at(self, moment: float) -> float:
+    def at(self, moment: float | int) -> float:
         """Where a moment is."""
         width = _FOLDED_WIDTH if self.start else 0.0
         if moment <= self.start:
@@ -353,8 +353,7 @@ def _curves(run: Run, axis: _Axis) -> Iterator[dict[str, Any]]:
             "name": _PLACES.get(where, where),
             "most": format_size(most),
             "points": " ".join(
-                f"{10 * axis.at(at):.2f},{100 - 95 * nbytes / most:.2f}"
-                for at, nbytes in sorted(readings)
+                f"{10 * axis.at(at):.2f},{100 - 95 * nbytes / most:.2f}" for at, nbytes in sorted(readings)
             ),
         }
 

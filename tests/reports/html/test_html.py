@@ -268,11 +268,22 @@ def test_lora_strengths_by_block_and_what_did_not_match_are_shown() -> None:
 def test_a_long_start_is_a_folded_bar_of_the_timeline() -> None:
     """Imports take 20 of 24 s: they have an eighth of the width, and the rest of the axis is the stages'."""
     stage = Stage("denoising", 20.0, 4.0)
-    page = to_html(Run("1", "demo", "2026-01-02T03:04:05+00:00", 24.0, stages=(stage,), facts={"imports": {"torch": 20.0}}))
+    page = to_html(
+        Run(
+            "1",
+            "demo",
+            "2026-01-02T03:04:05+00:00",
+            24.0,
+            stages=(stage,),
+            facts={"imports": {"torch": 20.0}},
+        )
+    )
     assert "start: 20.00 s, imports (torch 20.00 s); drawn shorter than it is" in page
     bars = {
         name: (float(left), float(width))
-        for left, width, name in re.findall(r'<svg x="([\d.]+)%" y="\d+" width="([\d.]+)%".*?<text x="4" y="15">([^<]+)', page)
+        for left, width, name in re.findall(
+            r'<svg x="([\d.]+)%" y="\d+" width="([\d.]+)%".*?<text x="4" y="15">([^<]+)', page
+        )
     }
     assert bars == {"start 20.00 s": (0.0, 12.0), "denoising": (12.0, 88.0)}
     ticks = [float(left) for left in re.findall(r'<line class="tick" x1="([\d.]+)%"', page)]

@@ -10,11 +10,17 @@ timestep too, is let go at its first call.
 """
 
 import inspect
+import logging
 import re
+import sys
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
 from typing import Any, ClassVar, Final
 
 import torch
@@ -39,14 +45,39 @@ from sigmascope.integrations.diffusers.pipeline_call import (
     start_denoising,
 )
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, StageStack
+from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.hooks import After, Arguments, ByIdentity, Keywords
 from sigmascope.monitor.recorder import LiveStage, frames_here
 from sigmascope.probes.models import pipeline_facts, unwrap
 from sigmascope.records.run import CallFacts
+from sigmascope.threads import own_thread, start_thread
+
+_log = logging.getLogger(__name__)
 
 OWN_LOOP: Final = "own loop"
 """Stands for the pipeline's class in the record."""
-_TIMESTEPS: Final = frozenset(("t", "ts", "time", "times", "timestep", "timesteps", "time_step", "time_steps", "time_cond", "t_cond", "sigma", "sigmas", "noise_level", "noise_levels", "noise_labels", "noise_cond", "c_noise", "log_snr",))
+_TIMESTEPS: Final = frozenset(
+    (
+        "t",
+        "ts",
+        "time",
+        "times",
+        "timestep",
+        "timesteps",
+        "time_step",
+        "time_steps",
+        "time_cond",
+        "t_cond",
+        "sigma",
+        "sigmas",
+        "noise_level",
+        "noise_levels",
+        "noise_labels",
+        "noise_cond",
+        "c_noise",
+        "log_snr",
+    )
+)
 """What denoisers call the argument that says how noisy their latents are."""
 _KNOWN: Final = re.compile(
     r"UNet\w*Model|\w+Transformer\w*Model\w*|PriorTransformer|UVit2DModel|Kandinsky\w+|StableCascadeUNet"
@@ -55,6 +86,14 @@ _PARTS: Final = re.compile(r"(Dual)?Transformer(2D|Temporal|SpatioTemporal)Model
 """Of diffusers: denoisers by the names of their classes, and models that denoisers have inside them."""
 _HELPER: Final = re.compile(r"\w*ControlNet\w*|T2IAdapter")
 _TEXT_ENCODER: Final = re.compile(r"\w+TextModel(WithProjection)?|\w+EncoderModel")
+_LOOK_SECONDS: Final = 1.0
+_MOST_LOOKS: Final = 600
+_LOOKS_TO_BE_SURE: Final = 3
+_MODULE_CALL: Final = nn.Module._call_impl.__code__
+_UNRECOGNISED: Final = (
+    "Nothing is recorded so far: %s works, but no pipeline is called, and it is not called like a denoiser, with latents "
+    "and a timestep. Name what denoises and decodes: with sigmascope.watch(unet, vae) as run: ..."
+)
 _PICTURE_CHANNELS: Final = (1, 3)
 _ENCODER_NAME: Final = "text_encoder"
 
@@ -176,6 +215,7 @@ class OwnLoopObserver(Observer):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
+        self._look_out = LookOut(session)
         self._looked_at: weakref.WeakSet[type] = weakref.WeakSet()
         self._forms: weakref.WeakKeyDictionary[type, _Form] = weakref.WeakKeyDictionary()
         self._refused: ByIdentity[bool] = ByIdentity()
@@ -191,6 +231,8 @@ class OwnLoopObserver(Observer):
             self._know(kind)
         self.when_loaded("made", "diffusers.configuration_utils", "ConfigMixin", self._know_schedulers)
         self.when_loaded("compiled", "torch._dynamo.eval_frame", "OptimizedModule", self._hear_calls)
+        self._look_out.start()
+        self.keep_undo("look-out", self._look_out.stop)
         hook = register_optimizer_step_post_hook(self._trained_here)
         self.keep_undo("training", hook.remove)
 
@@ -493,6 +535,53 @@ class OwnLoopObserver(Observer):
         why_not = None if error is None else "the loop failed"
         read("watch.recipe", lambda: calls._tell_recipe(stage, OwnParts(parts), {}, [], why_not))
         self.session.recorder.settle()
+
+
+class LookOut:
+    """Says once, while the program runs, that modules work of which nothing is recorded, and what to write.
+
+    A thread looks now and then which module the program's threads are in. It ends as soon as there is a stage.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread; if the system gives none, nothing is said."""
+        with suppress(RuntimeError):
+            start_thread(own_thread("look-out", self._work), self._stop)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stop.set()
+
+    def _work(self) -> None:
+        seen: Counter[str] = Counter()
+        for _ in range(_MOST_LOOKS):
+            if self._stop.wait(_LOOK_SECONDS) or self._session.has_stages or self._session.is_over:
+                return
+            seen.update(modules_at_work())
+            name, times = next(iter(seen.most_common(1)), ("", 0))
+            if times >= _LOOKS_TO_BE_SURE:
+                log_quietly(_log, _UNRECOGNISED, name)
+                return
+
+
+def modules_at_work() -> set[str]:
+    """The class of the outermost module that each thread is in, but for those in training."""
+    names = set()
+    for frame in sys._current_frames().values():
+        outermost: nn.Module | None = None
+        place: FrameType | None = frame
+        while place is not None:
+            if place.f_code is _MODULE_CALL:
+                held = place.f_locals.get("self")
+                outermost = held if isinstance(held, nn.Module) else outermost
+            place = place.f_back
+        if outermost is not None and not outermost.training:
+            names.add(type(outermost).__name__)
+    return names
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -14,6 +14,7 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor, nn
 
 import sigmascope
+from sigmascope.integrations.diffusers import own_loops
 from sigmascope.records.run import Stage
 
 optimizers: Any = sys.modules["torch.optim.optimizer"]
@@ -307,3 +308,24 @@ def test_a_vae_and_a_scheduler_can_be_named_beside_the_denoiser(parts: Any, watc
         == {"vae": ["denoising", "latent_decoding"], "scheduler": ["model_sampling", "denoising"]}[watched]
     )
     assert len(run.stage("denoising").steps) == 3
+
+
+class Unheard(nn.Module):
+    """Says nowhere that it takes a timestep."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_what_is_not_recognised_is_said_while_it_runs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_training: bool
+) -> None:
+    monkeypatch.setattr(own_loops, "_LOOK_SECONDS", 0.01)
+    module = Unheard().train(is_training)
+    with sigmascope.watch():
+        for _ in range(10):
+            module(torch.ones(1, 4))
+        said = caplog.text
+    assert ("Unheard works" in said and "sigmascope.watch(unet, vae)" in said) is not is_training
