@@ -184,13 +184,13 @@ def test_memory_is_what_stays_and_what_a_generation_adds(where: str) -> None:
         for started, before, most in ((1.0, 4, 7), (3.0, 5, 8), (5.0, 5, 8))
     )
     assert headline(run_of(*stages)).endswith(
-        "8.000 GB, in generation; 5.000 GB of it stay in use, each of 3 generations adds 3.000 GB."
+        "8 GB, in generation; 5 GB of it stay in use, each of 3 generations adds 3 GB."
     )
 
 
 def test_memory_that_was_not_recorded_is_not_divided() -> None:
     stage = Stage("generation", 1.0, 2.0, peak=peak(8 * GB, None))
-    assert headline(run_of(stage)).endswith("Peak of memory: 8.000 GB, in generation.")
+    assert headline(run_of(stage)).endswith("Peak of memory: 8 GB, in generation.")
 
 
 def in_use(nbytes: int, device: str | None) -> MemoryImpact:
