@@ -182,5 +182,5 @@ def number_of(timestep: object) -> float | None:
     if is_tracing():  # type: ignore[no-untyped-call]
         return None
     with suppress(Exception):  # one that vmap batches, or that has no memory, has no number
-        return float(timestep.detach().reshape(-1)[0])
+        return float((timestep if timestep.numel() == 1 else timestep[(0,) * timestep.dim()]).item())
     return None

@@ -167,7 +167,9 @@ class OwnGeneration:
     Attributes:
         stage: Its stage.
         calling: The denoiser that is being called.
-        form: How that takes its timestep.
+        denoiser: The one that was called last.
+        name: What that is called in the record.
+        form: How the first one takes its timestep.
         first: The first timestep's number; None: not known.
         last: The number of the last one.
         is_repeated: Whether a denoiser of unknown class was called for a second timestep.
@@ -182,6 +184,8 @@ class OwnGeneration:
 
     stage: LiveStage
     calling: nn.Module | None = None
+    denoiser: "weakref.ref[nn.Module] | None" = None
+    name: str = ""
     form: _Form | None = None
     first: float | None = None
     last: float | None = None
@@ -194,14 +198,15 @@ class OwnGeneration:
     pictures: int | None = None
     parts: "dict[str, weakref.ref[Any]]" = field(default_factory=dict)
 
-    def uses(self, name: str, part: object) -> None:
-        """Note a part; another one of the same kind gets a number."""
+    def uses(self, name: str, part: object) -> str:
+        """Note a part and give its name; another one of the same kind gets a number."""
         number, free = 2, name
         while (held := self.parts.get(free)) is not None:
             if held() is part:
-                return
+                return free
             free, number = f"{name}_{number}", number + 1
         self.parts[free] = weakref.ref(part)
+        return free
 
     def starts_again(self, number: float | None) -> bool:
         """Whether a timestep is that of another loop's beginning: the first one, after others."""
@@ -325,7 +330,8 @@ class OwnLoopObserver(Observer):
         latents, timestep = form.read(args, kwargs)
         if not form.is_known and (self._refused.get(module) or not _is_timestep_of(latents, timestep)):
             return None
-        if is_tracing() or self._is_heard(module):  # type: ignore[no-untyped-call]
+        is_same = own is not None and own.denoiser is not None and own.denoiser() is module
+        if is_tracing() or (not is_same and self._is_heard(module)):  # type: ignore[no-untyped-call]
             return None
         return self._denoise(stack, module, form, latents, timestep)
 
@@ -358,11 +364,15 @@ class OwnLoopObserver(Observer):
             own.latents = tuple(latents.shape) if isinstance(latents, Tensor) else ()
         own.is_repeated = own.is_repeated or (not is_first and (number is None or number != own.first))
         own.last, own.calling = number, module
-        own.uses("unet" if "UNet" in type(unwrap(module) or module).__name__ else "denoiser", module)
+        if own.denoiser is None or own.denoiser() is not module:
+            own.denoiser = weakref.ref(module)
+            own.name = own.uses(
+                "unet" if "UNet" in type(unwrap(module) or module).__name__ else "denoiser", module
+            )
         denoising = start_denoising(stack)
         if denoising not in own.denoisings:
             own.denoisings.append(denoising)
-        denoising.called(next(iter(own.parts)), (latents, timestep), {})
+        denoising.called(own.name, (latents, timestep if number is None else number), {})
 
         def after(result: object, error: BaseException | None) -> None:
             own.calling = None
