@@ -3,12 +3,14 @@
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.reports.html.payloads import PAYLOADS, run_that_holds
 
+from sigmascope.records.memory import PeakMemory
 from sigmascope.records.run import Run, Stage, Steps
 from sigmascope.records.serialization import run_from_json
 from sigmascope.reports.html import write_html
@@ -174,6 +176,18 @@ def test_it_fits_a_phone(show: Callable[..., Any], tmp_path: Path, width: int) -
     write_html([run_that_holds("harmless")] * 2, path)
     page = show(path, viewport={"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_peaks_table_fits_a_phone_without_scrolling(show: Callable[..., Any], tmp_path: Path) -> None:
+    peak = PeakMemory(rss_bytes=7 * 2**30, rss_at_seconds=1.0)
+    denoising = Stage("denoising", 0.0, 2.0, peak=peak)
+    run = replace(FIGURES, stages=(Stage("generation", 0.0, 2.0, peak=peak, children=(denoising,)),))
+    write_html(run, tmp_path / "report.html")
+    page = show(tmp_path / "report.html", viewport={"width": 400, "height": 800})
+    table = page.locator("h3", has_text="Peaks of memory").locator("xpath=following-sibling::div[1]")
+    inner, outer = table.evaluate("box => [box.scrollWidth, box.clientWidth]")
+    assert inner <= outer <= 400
+    assert "Highest" in table.locator("td").first.evaluate("cell => getComputedStyle(cell, '::before').content")
 
 
 def test_dark_rooms_get_a_dark_page(show: Callable[..., Any], report: Path) -> None:
