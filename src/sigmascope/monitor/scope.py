@@ -201,16 +201,15 @@ class Scope:
     def _processor_use(self) -> tuple[dict[str, object], dict[str, str]]:
         """What it used of the processor as facts, and why what is missing is."""
         if len(self._processor) < 2:
-            why_not = ENDED_BEFORE if self._is_ended_before else STILL_OPEN
-            return {}, {PROCESSOR: self.instruments.guard.reasons.get(PROCESSOR, why_not)}
+            reason = ENDED_BEFORE if self._is_ended_before else STILL_OPEN
+            return {}, {PROCESSOR: self.instruments.guard.reasons.get(PROCESSOR, reason)}
         use, why_not = processor_use(self._processor[0], self._processor[-1])
         return {PROCESSOR: asdict(use)}, {f"{PROCESSOR}.{name}": why for name, why in why_not.items()}
 
     def _end_on_device(self) -> None:
         instruments, edges, began = self.instruments, self._edges, self._began
         if edges is not None:
-            is_unknown = began is None or self._is_ended_before
-            end = None if is_unknown else instruments.mark(began.device)
+            end = None if began is None or self._is_ended_before else instruments.mark(began.device)
             with peaks.LOCK:
                 instruments.guard.call("gpu_timing", lambda: instruments.stage_edges.add(edges, began, end))
 

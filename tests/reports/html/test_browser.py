@@ -187,7 +187,9 @@ def test_the_peaks_table_fits_a_phone_without_scrolling(show: Callable[..., Any]
     table = page.locator("h3", has_text="Peaks of memory").locator("xpath=following-sibling::div[1]")
     inner, outer = table.evaluate("box => [box.scrollWidth, box.clientWidth]")
     assert inner <= outer <= 400
-    assert "Highest" in table.locator("td").first.evaluate("cell => getComputedStyle(cell, '::before').content")
+    assert "Highest" in table.locator("td").first.evaluate(
+        "cell => getComputedStyle(cell, '::before').content"
+    )
 
 
 def test_dark_rooms_get_a_dark_page(show: Callable[..., Any], report: Path) -> None:

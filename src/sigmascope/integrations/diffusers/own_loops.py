@@ -378,7 +378,7 @@ class OwnLoopObserver(Observer):
             own.calling = None
             own.last_ns = self.session.recorder.clock()
             if error is not None:
-                self._end(stack, error)
+                self._end(stack, error, is_now=True)
             elif is_first and not form.is_known and not _has_form_of(latents, result):  # type: ignore[arg-type]
                 self._refused.put(module, True)
                 self._drop(stack)
@@ -508,16 +508,12 @@ class OwnLoopObserver(Observer):
             return
         stage, denoising = own.stage, stack.denoising
         is_no_loop = not own.has_denoised or not (own.is_repeated or (own.form and own.form.is_known))
-        if (
-            error is not None
-            and own.has_denoised
-            and own.calling is None
-            and (own.last == 0 or _is_complete(stack))
-        ):
+        if not is_now and own.has_denoised and (own.last == 0 or _is_complete(stack)):
             error = None  # it came when the loop was over
         if own.last_ns is not None and error is None and not is_now:
-            for open_stage in filter(None, (denoising and denoising.stage, stage)):
-                open_stage.end_at(own.last_ns)
+            stage.end_at(own.last_ns)
+            if denoising is not None:
+                denoising.stage.end_at(own.last_ns)
         with self.session.own_work():
             stack.leave(stage, error)
             if is_no_loop or _lies_in_another():
@@ -595,7 +591,8 @@ def modules_at_work() -> set[str]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for subclass in type.__subclasses__(kind):
+    subclasses: list[type] = type.__subclasses__(kind)
+    for subclass in subclasses:
         yield subclass
         yield from _subclasses(subclass)
 

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -207,7 +207,7 @@ def classify(model: nn.Module) -> None:
         guide(torch.ones(2, 3, 8, 8), torch.full((2,), step))
 
 
-NONE = {
+NONE: dict[str, Callable[[], object]] = {
     "training": lambda: train(Plain()),
     "training in eval mode": lambda: train(Plain().eval()),
     "a classifier": lambda: classify(Plain()),
@@ -232,25 +232,32 @@ def test_what_is_sampled_between_epochs_is_a_generation() -> None:
 
 
 class Breaks(Plain):
-    """Fails at timestep 1."""
+    """Fails at a timestep."""
 
-    def __init__(self, error: type[BaseException]) -> None:
+    def __init__(self, error: type[BaseException], at: int = 1) -> None:
         super().__init__()
-        self.error = error
+        self.error, self.at = error, at
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        if int(t[0]) == 1:
+        if int(t[0]) == self.at:
             raise self.error("broke")
         return super().forward(x, t)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_loop_that_breaks_keeps_what_was_seen(error: type[BaseException]) -> None:
+@pytest.mark.parametrize(("error", "at"), [(ValueError, 1), (KeyboardInterrupt, 1), (ValueError, 0)])
+def test_a_loop_that_breaks_keeps_what_was_seen(error: type[BaseException], at: int) -> None:
     with pytest.raises(error, match="broke"), sigmascope.watch() as run:
-        ddpm(Breaks(error))
+        ddpm(Breaks(error, at))
     (generation,) = run.stages
     assert not generation.success
-    assert outline(generation) == ["denoising 3"]
+    assert outline(generation) == [f"denoising {4 - at}"]
+
+
+def test_an_error_after_the_loop_is_not_its_own() -> None:
+    with pytest.raises(ValueError, match="later"), sigmascope.watch() as run:
+        ddpm(Plain())
+        raise ValueError("later")
+    assert run.stages[0].success
 
 
 def test_the_next_loop_after_one_that_broke_is_another_generation() -> None:
