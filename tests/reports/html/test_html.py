@@ -295,3 +295,26 @@ def test_a_short_start_is_drawn_as_long_as_it_is() -> None:
     page = to_html(Run("1", "demo", "2026-01-02T03:04:05+00:00", 10.0, stages=(stage,)))
     assert "drawn shorter" not in page
     assert '<svg x="20.0000%" y="2" width="80.0000%"' in page
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        Stage("denoising", 20.0, NAN),
+        Stage("denoising", NAN, 4.0),
+        Stage("denoising", 30.0, 4.0),  # the clock jumped: it begins after the run's end
+        Stage("denoising", 20.0, -1.0),
+        Stage("denoising", 20.0, 4.0, steps=Steps((0.0, NAN), (NAN, 1.0))),
+        Stage("denoising", 20.0, 4.0, facts={"denoiser_calls": {}, "scheduler_steps": 0}),  # no step
+    ],
+    ids=["no length", "no beginning", "after the end", "backwards", "steps without times", "no steps"],
+)
+def test_a_clock_that_jumped_breaks_neither_the_timeline_nor_the_sentence(stage: Stage) -> None:
+    run = Run("1", "demo", "2026-01-02T03:04:05+00:00", 24.0, stages=(stage,))
+    page = to_html(run)
+    assert "nan%" not in page
+    assert 'width="-' not in page
+    assert headline(run)

@@ -254,9 +254,12 @@ def test_a_loop_that_breaks_keeps_what_was_seen(error: type[BaseException], at: 
 
 
 def test_an_error_after_the_loop_is_not_its_own() -> None:
-    with pytest.raises(ValueError, match="later"), sigmascope.watch() as run:
+    def generate_and_fail() -> None:
         ddpm(Plain())
         raise ValueError("later")
+
+    with pytest.raises(ValueError, match="later"), sigmascope.watch() as run:
+        generate_and_fail()
     assert run.stages[0].success
 
 
