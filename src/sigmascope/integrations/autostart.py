@@ -61,7 +61,8 @@ class WatchedProcess:
         try:
             FINDER.time_imports()
             for name in self._starts_with:
-                self._end_waiting.append(FINDER.wait(name, self._begin))
+                begin = self._begin_with_loops if name == _LOOPS_START_WITH else self._begin
+                self._end_waiting.append(FINDER.wait(name, begin))
         except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
             self._wait_no_more()
             _say_unwatched(failure)
@@ -71,6 +72,11 @@ class WatchedProcess:
     def _wait_no_more(self) -> None:
         while self._end_waiting:
             self._end_waiting.pop()()
+
+    def _begin_with_loops(self) -> None:
+        """Begin, unless PyTorch came with a module of ours, which has to be whole first: those that matter are waited for."""
+        if not _is_importing_us():
+            self._begin()
 
     def _begin(self) -> None:
         if not self._end_waiting:
@@ -116,6 +122,16 @@ class WatchedProcess:
             end_recording()
         except Exception as failure:  # noqa: BLE001 - the program's exit code stays its own
             say(f"the record was lost: {type(failure).__name__}: {failure}")
+
+
+def _is_importing_us() -> bool:
+    """Whether the program's import of one of our modules is going on."""
+    specs = [
+        getattr(module, "__spec__", None)
+        for name, module in [*sys.modules.items()]
+        if name.startswith("sigmascope.")
+    ]
+    return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
 _process: WatchedProcess | None = None
