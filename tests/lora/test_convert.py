@@ -615,23 +615,52 @@ def saved(path: Path, names: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "base_model.model.net.", "my.own.wrapper."])
 def test_what_wraps_the_denoisers_names_is_peeled_and_diffusers_has_the_rest(
-    wrapper: str, tmp_path: Path
+    wrapper: str, with_model: bool, tmp_path: Path
 ) -> None:
+    """Of layers outside of blocks too, whose names alone would tell nothing; and whether or not the model is given."""
     with torch.device("meta"):
         model = WanTransformer3DModel(
             num_attention_heads=1, attention_head_dim=64, num_layers=1, ffn_dim=64, freq_dim=8, text_dim=8
         )
-    own = ["blocks.0.self_attn.q", "blocks.0.cross_attn.k", "blocks.0.ffn.0"]
+    own = ["blocks.0.self_attn.q", "blocks.0.cross_attn.k", "blocks.0.ffn.0", "time_embedding.2"]
     path = saved(tmp_path / "in.safetensors", [wrapper + name for name in own])
-    convert_lora(path, tmp_path / "out.safetensors", "peft")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"_diffusers_version": "0.42.1"}')
+    save_file(
+        {key: torch.zeros(value.shape) for key, value in model.state_dict().items()},
+        folder / "diffusion_pytorch_model.safetensors",
+    )
+    convert_lora(path, tmp_path / "out.safetensors", "peft", model=folder if with_model else None)
     written = {key.rpartition(".lora_")[0] for key in load_file(tmp_path / "out.safetensors")}
     layers = {
         f"transformer.{name}" for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)
     }
     assert len(written) == len(own)
     assert written <= layers
+
+
+def test_a_wrapper_before_the_layers_of_a_model_of_no_known_family_is_peeled(tmp_path: Path) -> None:
+    layers = ["my_blocks.0.attn.q", "my_blocks.1.attn.q", "tail.proj"]
+    save_file({f"{name}.weight": torch.zeros(64, 64) for name in layers}, tmp_path / "model.safetensors")
+    path = saved(tmp_path / "in.safetensors", [f"net.module.{name}" for name in layers])
+    convert_lora(path, tmp_path / "out.safetensors", "native", model=tmp_path / "model.safetensors")
+    assert set(load_lora(tmp_path / "out.safetensors").names) == set(layers)
+
+
+@pytest.mark.parametrize(
+    "name", ["lora_unet_single_transformer_blocks_0_attn_to_q", "transformer_blocks.3.my_blocks.0.attn.q"]
+)
+def test_a_block_is_no_wrapper(name: str, tmp_path: Path) -> None:
+    """A model that has what follows, but not this block, gets nothing under another block's name."""
+    layers = ["transformer_blocks.0.attn.to_q", "my_blocks.0.attn.q"]
+    save_file({f"{layer}.weight": torch.zeros(64, 64) for layer in layers}, tmp_path / "model.safetensors")
+    path = saved(tmp_path / "in.safetensors", [name])
+    with pytest.raises(LoraFormatError, match="1 of 1 names cannot be carried over"):
+        convert_lora(path, tmp_path / "out.safetensors", "native", model=tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("start", ["", "base_model.model.", *WRAPPERS[:-1]])

@@ -337,7 +337,9 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
         norm = change.frobenius_norm()
     except NonFiniteError:
         return replace(module, finite=False)
-    has_alpha = f"{name}.alpha" in keys or (not keys and change.alpha != change.rank)
+    has_alpha = f"{lora.stored_names.get(name, name)}.alpha" in keys or (
+        not keys and change.alpha != change.rank
+    )
     stated = change.alpha if has_alpha or change.scale != 1.0 else None
     return replace(module, finite=True, norm=norm, alpha=stated, scale=change.scale)
 

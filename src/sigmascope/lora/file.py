@@ -69,6 +69,8 @@ class LoraFile:
         format: The format it was read from: "native", "kohya", "peft" or "comfyui".
         unused_keys: Keys of the file that belong to no module here, so that nothing is dropped unseen.
         facts: Of each module and change that is still in its file; empty for a LoRA in memory.
+        stored_names: What the file calls the modules whose names had a wrapper before the layer's path, which is not part
+            of the names here (`module_names.unwrapped`).
     """
 
     modules: Modules
@@ -78,6 +80,7 @@ class LoraFile:
     unused_keys: tuple[str, ...] = ()
     changes: Changes = field(default_factory=dict)
     facts: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    stored_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -266,7 +266,7 @@ def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator
         parts = parse_name(name).parts
         if parts and not parts[0].startswith("denoiser"):
             continue
-        own = name.removesuffix(_BIAS)
+        own = lora.stored_names.get(name, name).removesuffix(_BIAS)
         own = _PEFT_START + own if _PEFT_START + own in wrapped else own
         start = next(start for start in _STARTS if own.startswith(start))
         path, facts = own[len(start) :], lora.facts_of(name)

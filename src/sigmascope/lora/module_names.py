@@ -15,7 +15,7 @@ for each layer in diffusers and another in its original file. Three steps undo a
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
@@ -116,6 +116,8 @@ _DOTTED_START: Final = _any_start(_DOTTED_STARTS)
 _FLAT_ANY_START: Final = re.compile(r"\w*?lora_(\w+)")
 _MOST_PEELED: Final = 4
 """Words that wrappers put before a layer's path."""
+_USUAL_FLAT_START: Final = "lora_unet_"
+_NUMBERED: Final = re.compile(r"\.(?:block)?\d+\.")
 _COMPONENTS: Final = ("transformer.", "transformer_2.", "unet.", "text_encoder")  # of diffusers' pipelines
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
@@ -194,22 +196,95 @@ def _peeled(path: str) -> str | None:
     Returns:
         The path; None if it begins with a known layer, or none follows.
     """
+    return _without_wrapper(path, ".", _is_known)
+
+
+def _without_wrapper(path: str, between: str, is_layer: Callable[[str], bool]) -> str | None:
+    """The layer that a path ends with, if it has a few words before it; None if it is a layer itself, or none follows.
+
+    Args:
+        path: Dotted or flat.
+        between: What parts its words.
+        is_layer: Whether a path is a layer's.
+    """
     rest = path
     for _ in range(_MOST_PEELED + 1):
-        if _is_known(rest):
+        if is_layer(rest):
             return rest if rest != path else None
-        _, dot, rest = rest.partition(".")
-        if not dot:
+        word, found, rest = rest.partition(between)
+        if not found or word.isdigit():  # a numbered block is not a wrapper
             return None
     return None
 
 
 def _is_known(path: str) -> bool:
     """Whether it is a layer in a block of a known family. Layers outside of blocks have names that any model may use."""
-    numbered = re.search(r"\.(?:block)?\d+\.", path) is not None
-    return numbered and (
+    return _NUMBERED.search(path) is not None and (
         bool(families_with([path])) or to_sgm(path) is not None or to_diffusers(path) is not None
     )
+
+
+def _is_known_flat(path: str) -> bool:
+    dotted = unflattened_denoiser(path)
+    return dotted is not None and _is_known(dotted)
+
+
+def unwrapped(names: Iterable[str], is_layer: Callable[[str], bool] | None = None) -> dict[str, str]:
+    """Take off what wrappers put before the layers' paths, by what the names have in common; no wrapper is listed.
+
+    What precedes a known layer of a block is a wrapper, and it precedes the layers outside of blocks too: `pipe.dit.` in
+    `pipe.dit.double_blocks.0.img_attn.proj` is what stands before `img_in` in `pipe.dit.img_in`. A flat name says less,
+    as `single_blocks` could be `blocks` with something before it: there all have to begin alike.
+
+    Args:
+        names: Of a file's modules, or of anything inside them.
+        is_layer: Whether a dotted path is a layer in a block of a model; without, known families alone decide.
+
+    Returns:
+        The names that have a wrapper, each with the name without it: the start that tells the part of the model stays,
+        and becomes `lora_unet_` where another stood before flat paths. None of them, if two would become one.
+    """
+    own = [name for name in names if _start_and_path(name)[0] is not None]
+    dotted = _wrappers(
+        [name for name in own if "." in name],
+        ".",
+        lambda path: _is_known(path) or (is_layer is not None and is_layer(path)),
+    )
+    flat_names = [name for name in own if "." not in name]
+    flat_ones = _wrappers(flat_names, "_", _is_known_flat)
+    if len(flat_ones) == 1 and all(name.startswith(next(iter(flat_ones))) for name in flat_names):
+        dotted |= dict.fromkeys(flat_ones, _USUAL_FLAT_START)
+    peeled: dict[str, str] = {}
+    for name in own if dotted else ():
+        wrapper = max(filter(name.startswith, dotted), key=len, default="")
+        if wrapper and len(name) > len(wrapper):
+            peeled[name] = dotted[wrapper] + name.removeprefix(wrapper)
+    after = {peeled.get(name, name) for name in own}
+    return peeled if len(after) == len(set(own)) else {}
+
+
+def _wrappers(names: Iterable[str], between: str, is_layer: Callable[[str], bool]) -> dict[str, str]:
+    """What stands before layers in blocks, with the start that tells the part; and that start alone."""
+    found: dict[str, str] = {}
+    for name in names:
+        start, path = _start_and_path(name.removesuffix(_BIAS))
+        rest = _without_wrapper(path, between, is_layer)
+        if rest is not None:
+            found[f"{start}{path.removesuffix(rest)}"] = start or ""
+    return found
+
+
+def _start_and_path(name: str) -> tuple[str | None, str]:
+    """How a denoiser's name begins, which may be nothing, and the rest; None for a name of another part."""
+    flat_start, start = _FLAT_START.match(name), _DOTTED_START.match(name)
+    if flat_start is not None:
+        of_denoiser = _FLAT_STARTS[flat_start[0]] == ("denoiser",)
+        return (flat_start[0] if of_denoiser else None), name[flat_start.end() :]
+    if start is not None:
+        return (start[0] if _DOTTED_STARTS[start[0]] == ("denoiser",) else None), name[start.end() :]
+    if name.startswith(_TRANSFORMER):
+        return _TRANSFORMER, name.removeprefix(_TRANSFORMER)
+    return "", name
 
 
 def flat(path: str) -> str:
@@ -340,8 +415,9 @@ class LayerIndex:
         """
         matched: dict[str, str] = {}
         taken: dict[str, str] = {}
+        peeled = self.unwrapped(lora)
         for name in lora.names:
-            layer = self.layer_of(name, lora.shape_of(name))
+            layer = self.layer_of(peeled.get(name, name), lora.shape_of(name))
             if layer is None:
                 continue
             if layer in taken:
@@ -351,6 +427,14 @@ class LayerIndex:
                 )
             taken[layer], matched[name] = name, layer
         return NameMatch(matched, tuple(name for name in lora.names if name not in matched))
+
+    def unwrapped(self, lora: LoraFile) -> dict[str, str]:
+        """The names of modules that have a wrapper before one of the model's layers (see `unwrapped`), without it."""
+        own = [name for name in lora.names if name.removesuffix(_BIAS) not in self.layers]
+        return unwrapped(own, self._has_in_block)
+
+    def _has_in_block(self, path: str) -> bool:
+        return _NUMBERED.search(path) is not None and ("denoiser", flat(path)) in self.by_name
 
     def find(self, part: Part, path: str) -> str | None:
         """The layer of a path inside a part of the model, whatever its prefix."""

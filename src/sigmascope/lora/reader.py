@@ -60,6 +60,7 @@ from sigmascope.lora.formats import (
 )
 from sigmascope.lora.kinds import BASE_CHANGES, BaseChange
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_finite, is_real, max_rank
+from sigmascope.lora.module_names import unwrapped
 
 _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
     "tucker": TuckerChange,
@@ -130,6 +131,8 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
     configs = read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
     reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
     entries = [entry for entry in entries_of(checkpoint.path, groups) if _changes(checkpoint, entry)]
+    peeled = unwrapped(entry.name for entry in entries)
+    entries = [replace(entry, name=peeled.get(entry.name, entry.name)) for entry in entries]
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}
     return LoraFile(
@@ -140,6 +143,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
         unused_keys=(*groups.unused, *checkpoint.skipped),
         changes=LazyDict({entry.name: entry for entry in entries if not entry.is_plain}, reader.change),
         facts=facts,
+        stored_names={name: stored for stored, name in peeled.items()},
     )
 
 
