@@ -535,7 +535,6 @@ def test_keys_of_no_module_are_reported_as_left_out(source: Path, tmp_path: Path
         ("kohya", {"prefix": "unet"}, "--prefix"),
         ("comfyui", {"prefix": ""}, "--prefix"),
         ("native", {"prefix": "unet", "model": True}, "--prefix"),
-        ("kohya", {"family": "sdxl", "model": True}, "--family"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -679,6 +678,29 @@ def test_names_of_an_unknown_family_that_a_pipelines_component_owns_stay(tmp_pat
     path = saved(tmp_path / "in.safetensors", ["transformer.my_blocks.0.attn.to_q"])
     convert_lora(path, tmp_path / "out.safetensors", "peft")
     assert load_file(tmp_path / "out.safetensors").keys() == load_file(path).keys()
+
+
+@pytest.mark.parametrize("prefix", ["", "net."])
+def test_a_family_beside_the_model_says_its_names(prefix: str, tmp_path: Path) -> None:
+    """Both are too small to tell: the names are the family's, and the model has these layers."""
+    source, target = flux2_lora(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    shapes = {name: load_lora(source).shape_of(name) for name in load_lora(source).names}
+    dots = re.compile(r"lora_unet_(\w+?_blocks)_0_((?:img_attn|img_mlp)(?=_))?_?(\w+)")
+    layers = {
+        ".".join(filter(None, [m[1], "0", m[2], m[3]])): shape
+        for name, shape in shapes.items()
+        if (m := dots.fullmatch(name))
+    }
+    save_file(
+        {f"{prefix}{layer}.weight": torch.zeros(shape) for layer, shape in layers.items()},
+        tmp_path / "model.safetensors",
+    )
+    report = convert_lora(source, target, "peft", model=tmp_path / "model.safetensors", family="flux2")
+    alone = convert_lora(source, tmp_path / "alone.safetensors", "peft", family="flux2")
+    assert (report.family, report.left_out) == ("flux2", ())
+    assert load_file(target).keys() == load_file(alone.target).keys()
+    with pytest.raises(ConfigError, match="the model is not one of LTX-Video: none of its layers"):
+        convert_lora(source, target, "peft", model=tmp_path / "model.safetensors", family="ltx_video")
 
 
 def test_what_its_host_would_not_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from sigmascope.lora.file import LoraFile, check_target, kept_metadata, refuse_f
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
-from sigmascope.lora.module_names import ParsedNames, nearest_family, parse_names
+from sigmascope.lora.module_names import ParsedNames, layout_as, nearest_family, parse_names, told_by_lora
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
@@ -143,7 +143,8 @@ def convert_lora(
         format: "native", "kohya", "peft" or "comfyui".
         model: A checkpoint that the LoRA is for: its layers then say what a flattened name means, and native names
             are its own.
-        family: Of the model, where neither it nor the LoRA's header and names tell; see `ModelLayout.family`.
+        family: Of the model, where neither it nor the LoRA's header and names tell; see `ModelLayout.family`. Beside
+            `model`, it says whose names these are, and the model has the shapes.
         prefix: Before the denoiser's names in PEFT's and native format, "" for none.
         dtype: To store factors in; their own when left out.
         drop_unsupported: Leave out what the format cannot hold or has no name for, and say so in the report.
@@ -170,7 +171,7 @@ def convert_lora(
     """
     wanted, path = format_named(format), Path(target)
     check_target(path, _TARGET_ARGUMENT)
-    _refuse_without_effect(wanted.name, model, family, prefix)
+    _refuse_without_effect(wanted.name, model, prefix)
     _refuse_to_cut_nothing(wanted, rank, statistics)
     with open_lora(Path(source), keep_float8=True) as lora:
         for file in (source, model):
@@ -240,13 +241,7 @@ def convert_lora(
     )
 
 
-def _refuse_without_effect(
-    format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
-) -> None:
-    if model is not None and family is not None:
-        raise ConfigError(
-            "--family has no effect with --model, which determines the family.", hint="Leave it out."
-        )
+def _refuse_without_effect(format: str, model: str | PathLike[str] | None, prefix: str | None) -> None:
     if prefix is not None and (
         format not in {"peft", "native"} or (format == "native" and model is not None)
     ):
@@ -411,7 +406,7 @@ def _named(
     if model is None:
         return named_by_itself(lora, format, family=family, prefix=prefix)
     with open_checkpoint(model) as checkpoint:
-        named = named_by_model(lora, checkpoint)
+        named = named_by_model(lora, checkpoint, family)
         if format == "peft" and not _is_of_diffusers(Path(model)):
             layers = _denoiser_shapes(checkpoint, named.layout)
             _require_family(checkpoint.path.name, format, named.layout, layers)
@@ -472,15 +467,25 @@ def _write(writer: LoraWriter, lora: LoraFile, name: str, layer: str) -> None:
         writer.write_change(layer, lora.changes[name])
 
 
-def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:
+def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = None) -> NamedLora:
     """Interpret a LoRA's names with the help of its model.
+
+    Args:
+        lora: In any format.
+        checkpoint: The model.
+        family: The model's; by default it is told by the model, or else by the LoRA.
 
     Raises:
         LoraFormatError: Two modules of the LoRA are for one layer.
+        ConfigError: The model is not of that family.
     """
     shapes = {key: checkpoint.info(key).shape for key in checkpoint.keys()}  # noqa: SIM118 - not a dict
     layers = tuple(key.removesuffix(_WEIGHT) for key in shapes)
     layout = layout_of(shapes)
+    if family is None:
+        layout = told_by_lora(lora, layers, layout)
+    else:
+        layout = layout_as(family, lora, dict(zip(layers, shapes.values(), strict=True)), layout)
     aligned = align(lora, layers, layout)
     left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
     own = {name: name for name in aligned.lora.names}

@@ -535,8 +535,8 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
         LoraFormatError: The names mix two namings that do not go together.
         ConfigError: There is no such family, or the LoRA's shapes are not that family's.
     """
-    if family is not None and family not in FAMILIES:
-        raise ConfigError(f"--family {family} is not known.", hint=f"Use one of: {', '.join(FAMILIES)}.")
+    if family is not None:
+        require_family(family)
     placed: dict[str, tuple[Part, str]] = {}
     unknown = []
     for name in lora.names:
@@ -625,12 +625,65 @@ def told_by_lora(lora: LoraFile, layers: Iterable[str], layout: ModelLayout) -> 
     family = file_family(lora).family if layout.family == "unknown" else None
     if family is None or family in UNET_FAMILIES:
         return layout
-    placed = [layout.split(layer) for layer in layers if not layer.endswith(_BIAS)]
-    paths = [path for part, path in placed if part == "denoiser"]
+    paths = _paths_in(layers, layout)
     own = [path for path in paths if is_layer_of(family, path)]
     if not own or 2 * len(own) < len(paths):
         return layout
     return replace(layout, family=family, naming=_naming(lora, family, dict.fromkeys(own, ())))
+
+
+def layout_as(
+    family: str, lora: LoraFile, shapes: Mapping[str, tuple[int, ...]], layout: ModelLayout
+) -> ModelLayout:
+    """The layout of a model whose family the user names: it says the names, and the model the shapes.
+
+    Args:
+        family: Of the model.
+        lora: To be put on it; its tensors are not read.
+        shapes: Of the model's weights, by layer.
+        layout: As `layout_of` told it.
+
+    Raises:
+        ConfigError: There is no such family, or the model has other names or shapes.
+    """
+    require_family(family)
+    if layout.family == family:
+        return layout
+    of_paths = {path: shapes[layer] for layer in shapes for path in _paths_in([layer], layout)}
+    wrappers = unwrapped(of_paths)
+    start = next((key.removesuffix(path) for key, path in wrappers.items() if key.endswith(path)), "")
+    own = {path.removeprefix(start): shape for path, shape in of_paths.items()}
+    of_family = {path: shape for path, shape in own.items() if _is_of(family, path)}
+    otherwise = family_misfit(family, own) if of_family else "none of its layers has a name of that family"
+    if otherwise is not None:
+        raise ConfigError(
+            f"--family {family}: the model is not one of {title_of(family)}: {otherwise}.",
+            hint="Leave --family out, or give the model that the LoRA is for.",
+        )
+    prefixes = {**layout.prefixes, "denoiser": layout.prefixes.get("denoiser", "") + start}
+    return ModelLayout(family, _naming(lora, family, of_family), prefixes)
+
+
+def _is_of(family: str, path: str) -> bool:
+    if family in UNET_FAMILIES:
+        return to_sgm(path) is not None or to_diffusers(path) is not None
+    return is_layer_of(family, path)
+
+
+def _paths_in(layers: Iterable[str], layout: ModelLayout) -> list[str]:
+    """Of a model's layers, the paths in the denoiser."""
+    placed = (layout.split(layer) for layer in layers if not layer.endswith(_BIAS))
+    return [path for part, path in placed if part == "denoiser"]
+
+
+def require_family(family: str) -> None:
+    """Refuse a family that is not known.
+
+    Raises:
+        ConfigError: With those that are.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"--family {family} is not known.", hint=f"Use one of: {', '.join(FAMILIES)}.")
 
 
 def _naming(lora: LoraFile, family: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
