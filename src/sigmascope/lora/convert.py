@@ -482,9 +482,9 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = 
     shapes = {key: checkpoint.info(key).shape for key in checkpoint.keys()}  # noqa: SIM118 - not a dict
     layers = tuple(key.removesuffix(_WEIGHT) for key in shapes)
     layout = layout_of(shapes)
-    if family is None:
-        layout = told_by_lora(lora, layers, layout)
-    else:
+    if family is None and layout.family == "unknown" and parse_names(lora).layout.family != "unknown":
+        layout = told_by_lora(lora, layers, layout)  # as the conversion without the model does
+    elif family is not None:
         layout = layout_as(family, lora, dict(zip(layers, shapes.values(), strict=True)), layout)
     aligned = align(lora, layers, layout)
     left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
