@@ -23,7 +23,7 @@ from sigmascope.lora.alignment import align
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.decompose import FormedChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, UnetBlocks, layout_of
+from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, UnetBlocks, family_misfit, layout_of
 from sigmascope.lora.file import LoraFile, check_target, kept_metadata, refuse_files, refuse_inputs
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
@@ -483,7 +483,9 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = 
     layers = tuple(key.removesuffix(_WEIGHT) for key in shapes)
     layout = layout_of(shapes)
     if family is None and layout.family == "unknown" and parse_names(lora).layout.family != "unknown":
-        layout = told_by_lora(lora, layers, layout)  # as the conversion without the model does
+        told = told_by_lora(lora, layers, layout)  # as the conversion without the model does
+        misfit = family_misfit(told.family, _denoiser_shapes(checkpoint, told))
+        layout = told if misfit is None else layout
     elif family is not None:
         layout = layout_as(family, lora, dict(zip(layers, shapes.values(), strict=True)), layout)
     aligned = align(lora, layers, layout)
