@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Reads
 
 AURAFLOW: Final = Family(
     name="auraflow",
@@ -10,6 +10,7 @@ AURAFLOW: Final = Family(
     architecture="auraflow",
     base_version="auraflow",
     also_called=("aura-flow", "pony-v7"),
+    in_diffusers=InDiffusers("AuraFlowTransformer2DModel", "AuraFlowLoraLoaderMixin"),
     signatures={
         "diffusers": "pos_embed.proj.weight context_embedder.weight joint_transformer_blocks.0.attn.to_q.weight",
         "original": "init_x_linear.weight cond_seq_linear.weight double_layers.0.attn.w1q.weight",

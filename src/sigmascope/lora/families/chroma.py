@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Reads
 from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, KOHYA_READS, NORMS
 
 _GUIDANCE: Final = r"distilled_guidance_layer.*"
@@ -13,6 +13,7 @@ CHROMA: Final = Family(
     architecture="chroma",
     base_version="chroma",
     also_called=("Chroma1",),
+    in_diffusers=InDiffusers("ChromaTransformer2DModel", "FluxLoraLoaderMixin"),
     signatures={
         "diffusers": "x_embedder.weight distilled_guidance_layer.in_proj.weight single_transformer_blocks.0.proj_mlp.weight",
         "original": "img_in.weight distilled_guidance_layer.in_proj.weight double_blocks.0.img_attn.qkv.weight",

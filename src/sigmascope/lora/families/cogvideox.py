@@ -3,13 +3,14 @@
 from typing import Final
 
 from sigmascope.lora.families.cross_attention import FEED_FORWARD
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Ratio, Reads
 
 COGVIDEOX: Final = Family(
     name="cogvideox",
     title="CogVideoX",
     architecture="cogvideox",
     base_version="cogvideox",
+    in_diffusers=InDiffusers("CogVideoXTransformer3DModel", "CogVideoXLoraLoaderMixin", {"ofs_embed_dim": 4}),
     signatures={
         "diffusers": "patch_embed.proj.weight patch_embed.text_proj.weight transformer_blocks.0.attn1.to_q.weight",
         "original": "patch_embed.proj.weight patch_embed.text_proj.weight blocks.0.attn_out.weight",

@@ -3,7 +3,7 @@
 from typing import Final
 
 from sigmascope.lora.families.cross_attention import FEED_FORWARD
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Ratio, Reads
 
 _FIRST: Final = """
     blocks.block#.blocks.0.block.attn.to_q.0 = transformer_blocks.#.attn1.to_q
@@ -65,6 +65,11 @@ COSMOS: Final = Family(
     architecture="cosmos-predict2",
     base_version="cosmos_predict2",
     also_called=("cosmos", "anima"),
+    in_diffusers=InDiffusers(
+        "CosmosTransformer3DModel",
+        "CosmosLoraLoaderMixin",
+        {"use_crossattn_projection": True, "img_context_dim_in": 24, "extra_pos_embed_type": None},
+    ),
     signatures={
         "diffusers": "patch_embed.proj.weight time_embed.t_embedder.linear_1.weight transformer_blocks.0.norm1.linear_1.weight",
         "original": "x_embedder.proj.1.weight t_embedding_norm.weight blocks.0.self_attn.q_proj.weight",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from sigmascope.lora.format_names import FormatName
 
@@ -199,6 +199,21 @@ COMFYUI_READS: Final = (
 """What ComfyUI reads for every model."""
 
 
+@dataclass(frozen=True, slots=True)
+class InDiffusers:
+    """A family's classes in diffusers.
+
+    Attributes:
+        model: The denoiser's.
+        loader: What gives its pipelines `load_lora_weights`, in `diffusers.loaders`; None where they have no such method.
+        config: What the model's class needs to be made at all, or to have the layers of every variant.
+    """
+
+    model: str
+    loader: str | None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models. To add one, write a file with its record beside this one; `known` reads them all.
@@ -211,6 +226,7 @@ class Family:
         also_called: What other tools write there; case, dots, dashes, underscores and whatever follows do not matter.
         not_called: Beginnings of other models' names that start with one of the names above.
         component: The diffusers pipeline's component that is the denoiser.
+        in_diffusers: Its classes there; None where diffusers has none.
         signatures: Keys that a checkpoint of the family has, by the naming of its denoiser; separated by spaces.
         ratios: Sizes by which it differs from a family with the same names; see `family_misfit`.
         most_blocks: How many numbered blocks it has at most, by the name of the list.
@@ -256,6 +272,7 @@ class Family:
     also_called: tuple[str, ...] = ()
     not_called: tuple[str, ...] = ()
     component: Literal["unet", "transformer"] = "transformer"
+    in_diffusers: InDiffusers | None = None
     signatures: Mapping[str, str] = field(default_factory=dict)
     ratios: tuple[Ratio, ...] = ()
     most_blocks: Mapping[str, int] = field(default_factory=dict)

@@ -2,7 +2,15 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, KOHYA_ENCODERS, Family, Lost, Ratio, Reads
+from sigmascope.lora.families.family import (
+    COMFYUI_READS,
+    KOHYA_ENCODERS,
+    Family,
+    InDiffusers,
+    Lost,
+    Ratio,
+    Reads,
+)
 
 BLOCK_LAYERS: Final = """
     double_blocks.#.img_attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v
@@ -62,6 +70,7 @@ FLUX: Final = Family(
     architecture="flux-1",
     base_version="flux1",
     also_called=("Flux.1", "flux_kontext"),  # OneTrainer, musubi-tuner
+    in_diffusers=InDiffusers("FluxTransformer2DModel", "FluxLoraLoaderMixin", {"guidance_embeds": True}),
     signatures={
         "diffusers": "x_embedder.weight time_text_embed.text_embedder.linear_1.weight single_transformer_blocks.0.proj_mlp.weight",
         "original": "img_in.weight vector_in.in_layer.weight double_blocks.0.img_attn.qkv.weight single_blocks.0.linear1.weight",

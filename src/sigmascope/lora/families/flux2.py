@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Lost, Ratio, Reads
 from sigmascope.lora.families.flux import NORMS
 
 _AROUND: Final = r"time_guidance_embed\..*|.*_stream_modulation.*"
@@ -13,6 +13,7 @@ FLUX2: Final = Family(
     title="FLUX.2",
     architecture="flux-2",
     base_version="flux2",
+    in_diffusers=InDiffusers("Flux2Transformer2DModel", "Flux2LoraLoaderMixin"),
     signatures={
         "diffusers": "x_embedder.weight context_embedder.weight single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight",
         "original": "img_in.weight txt_in.weight double_blocks.0.img_attn.qkv.weight single_blocks.0.linear1.weight",

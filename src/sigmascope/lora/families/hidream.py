@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Reads
 
 _OF_PICTURE: Final = """
     LIST.#.block.attn1.to_q
@@ -42,6 +42,23 @@ HIDREAM: Final = Family(
     title="HiDream",
     architecture="hidream-i1",
     base_version="hidream_i1",
+    in_diffusers=InDiffusers(
+        "HiDreamImageTransformer2DModel",
+        "HiDreamImageLoraLoaderMixin",
+        {
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 128,
+            "num_attention_heads": 20,
+            "caption_channels": (4096, 4096),
+            "num_routed_experts": 4,
+            "num_activated_experts": 2,
+            "llama_layers": (0, 1),
+        },
+    ),
     signatures={
         "diffusers": "x_embedder.proj.weight caption_projection.0.linear.weight double_stream_blocks.0.block.attn1.to_q.weight"
     },

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Reads
 from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION, NORMS, POOLED_TEXT
 
 _EMBEDDERS: Final = r"(?:time_in|guidance_in|txt_in\.t_embedder)\.mlp\..*|txt_in\.c_embedder\.linear_.*"
@@ -39,6 +39,9 @@ HUNYUAN_VIDEO: Final = Family(
     architecture="hunyuan-video",
     base_version="hunyuan_video",
     also_called=("framepack",),  # it has the same blocks
+    in_diffusers=InDiffusers(
+        "HunyuanVideoTransformer3DModel", "HunyuanVideoLoraLoaderMixin", {"guidance_embeds": True}
+    ),
     signatures={
         "diffusers": "x_embedder.proj.weight context_embedder.proj_in.weight single_transformer_blocks.0.proj_mlp.weight",
         "original": "img_in.proj.weight txt_in.input_embedder.weight vector_in.in_layer.weight",

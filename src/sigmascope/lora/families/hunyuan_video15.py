@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Reads
 from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION
 from sigmascope.lora.families.hunyuan_video import HUNYUAN_VIDEO, TEXT, VECTORS
 
@@ -22,6 +22,7 @@ HUNYUAN_VIDEO15: Final = Family(
     architecture="hunyuan-video-1.5",
     base_version="hunyuan_video_1_5",
     also_called=("hv15",),
+    in_diffusers=InDiffusers("HunyuanVideo15Transformer3DModel", None, {"use_meanflow": True}),
     signatures={
         "diffusers": "x_embedder.proj.weight context_embedder_2.linear_1.weight transformer_blocks.0.attn.add_q_proj.weight",
         "original": "img_in.proj.weight byt5_in.fc1.weight vision_in.proj.1.weight",

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Ratio, Reads
 
 _ATTENTION: Final = """
     LIST.#.NAME.to_query
@@ -30,6 +30,7 @@ KANDINSKY5: Final = Family(
     title="Kandinsky 5",
     architecture="Kandinsky-5",
     base_version="kandinsky5",
+    in_diffusers=InDiffusers("Kandinsky5Transformer3DModel", "KandinskyLoraLoaderMixin"),
     signatures={
         "diffusers": "visual_embeddings.in_layer.weight text_embeddings.in_layer.weight visual_transformer_blocks.0.cross_attention.to_query.weight"
     },

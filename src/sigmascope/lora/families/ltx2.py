@@ -3,7 +3,7 @@
 from typing import Final
 
 from sigmascope.lora.families.cross_attention import BLOCK, FEED_FORWARD, TEXT_AS_WIDE
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Ratio, Reads
 
 _ATTENTION: Final = (
     "attn1",
@@ -48,6 +48,11 @@ LTX2: Final = Family(
     architecture="ltx-2",
     base_version="ltx2",
     also_called=("ltxv2", "ltx-video-2"),
+    in_diffusers=InDiffusers(
+        "LTX2VideoTransformer3DModel",
+        "LTX2LoraLoaderMixin",
+        {"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True},
+    ),
     signatures={
         "diffusers": "proj_in.weight audio_proj_in.weight transformer_blocks.0.audio_attn1.to_q.weight",
         "original": "patchify_proj.weight audio_patchify_proj.weight transformer_blocks.0.audio_attn1.to_q.weight",

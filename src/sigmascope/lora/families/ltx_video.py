@@ -3,13 +3,14 @@
 from typing import Final
 
 from sigmascope.lora.families.cross_attention import BLOCK, FEED_FORWARD, TEXT_AS_WIDE
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Reads
 
 LTX_VIDEO: Final = Family(
     name="ltx_video",
     title="LTX-Video",
     architecture="ltx-video",
     base_version="ltx_video",
+    in_diffusers=InDiffusers("LTXVideoTransformer3DModel", "LTXVideoLoraLoaderMixin"),
     signatures={
         "diffusers": "proj_in.weight time_embed.linear.weight transformer_blocks.0.attn1.to_q.weight",
         "original": "patchify_proj.weight adaln_single.linear.weight transformer_blocks.0.attn1.to_q.weight",

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, KOHYA_ENCODERS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, KOHYA_ENCODERS, Family, InDiffusers, Reads
 
 _LISTS: Final = ("noise_refiner", "context_refiner", "layers")
 _BLOCK: Final = """
@@ -23,6 +23,7 @@ LUMINA2: Final = Family(
     title="Lumina 2",
     architecture="lumina-2",
     base_version="lumina2",
+    in_diffusers=InDiffusers("Lumina2Transformer2DModel", "Lumina2LoraLoaderMixin"),
     signatures={
         "diffusers": "x_embedder.weight time_caption_embed.caption_embedder.1.weight layers.0.attn.to_q.weight",
         "original": "x_embedder.weight cap_embedder.1.weight layers.0.attention.qkv.weight layers.0.adaLN_modulation.1.weight",

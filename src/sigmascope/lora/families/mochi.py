@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Ratio, Reads
 
 MOCHI: Final = Family(
     name="mochi",
@@ -10,6 +10,7 @@ MOCHI: Final = Family(
     architecture="mochi-1",
     base_version="mochi_1",
     also_called=("mochi",),
+    in_diffusers=InDiffusers("MochiTransformer3DModel", "Mochi1LoraLoaderMixin"),
     signatures={
         "diffusers": "patch_embed.proj.weight time_embed.pooler.to_kv.weight transformer_blocks.0.attn1.add_q_proj.weight",
         "original": "x_embedder.proj.weight t5_yproj.weight blocks.0.attn.qkv_x.weight",

@@ -3,7 +3,7 @@
 from typing import Final
 
 from sigmascope.lora.families.cross_attention import FEED_FORWARD, FUSED_BLOCK, FUSED_RATIOS
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Ratio, Reads
 
 PIXART: Final = Family(
     name="pixart",
@@ -11,6 +11,7 @@ PIXART: Final = Family(
     architecture="pixart-sigma",
     base_version="pixart_sigma",
     also_called=("pixart",),
+    in_diffusers=InDiffusers("PixArtTransformer2DModel", None, {"use_additional_conditions": True}),
     signatures={
         "diffusers": "pos_embed.proj.weight adaln_single.linear.weight caption_projection.linear_1.weight transformer_blocks.0.attn2.to_k.weight",
         "original": "x_embedder.proj.weight t_block.1.weight blocks.0.cross_attn.kv_linear.weight blocks.0.mlp.fc1.weight",

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Reads
 
 _ALL: Final = "A A+alpha A.default A.default+alpha down down+alpha"
 
@@ -11,6 +11,7 @@ QWEN_IMAGE: Final = Family(
     title="Qwen-Image",
     architecture="qwen-image",
     base_version="qwen_image",
+    in_diffusers=InDiffusers("QwenImageTransformer2DModel", "QwenImageLoraLoaderMixin"),
     signatures={"diffusers": "img_in.weight txt_norm.weight transformer_blocks.0.img_mod.1.weight"},
     widths=(3072,),
     layers="""

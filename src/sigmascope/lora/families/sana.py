@@ -3,7 +3,7 @@
 from typing import Final
 
 from sigmascope.lora.families.cross_attention import FUSED_BLOCK, FUSED_RATIOS
-from sigmascope.lora.families.family import Family, Reads
+from sigmascope.lora.families.family import Family, InDiffusers, Reads
 
 SANA: Final = Family(
     name="sana",
@@ -11,6 +11,11 @@ SANA: Final = Family(
     architecture="sana",
     base_version="sana",
     not_called=("sana-video",),
+    in_diffusers=InDiffusers(
+        "SanaTransformer2DModel",
+        "SanaLoraLoaderMixin",
+        {"guidance_embeds": True, "qk_norm": "rms_norm_across_heads"},
+    ),
     signatures={
         "diffusers": "patch_embed.proj.weight caption_norm.weight transformer_blocks.0.ff.conv_inverted.weight",
         "original": "x_embedder.proj.weight attention_y_norm.weight blocks.0.mlp.inverted_conv.conv.weight",

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import KOHYA_ENCODERS, Family
+from sigmascope.lora.families.family import KOHYA_ENCODERS, Family, InDiffusers
 from sigmascope.lora.families.unet import BLOCKS, LOST, READS, SD_BLOCKS, SIGNATURES
 
 SD15: Final = Family(
@@ -12,6 +12,9 @@ SD15: Final = Family(
     base_version="sd_v1",
     also_called=("sd_1.5",),  # AI Toolkit
     component="unet",
+    in_diffusers=InDiffusers(
+        "UNet2DConditionModel", "StableDiffusionLoraLoaderMixin", {"cross_attention_dim": 768}
+    ),
     signatures=SIGNATURES,
     blocks=BLOCKS,
     encoders={"text_encoder": ("clip_l",)},

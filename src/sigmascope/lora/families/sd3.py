@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Lost, Ratio, Reads
 
 SD3: Final = Family(
     name="sd3",
@@ -10,6 +10,9 @@ SD3: Final = Family(
     architecture="stable-diffusion-3",
     base_version="sd3",
     also_called=("stable-diffusion-v3",),  # OneTrainer
+    in_diffusers=InDiffusers(
+        "SD3Transformer2DModel", "SD3LoraLoaderMixin", {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}
+    ),
     signatures={
         "diffusers": "pos_embed.proj.weight context_embedder.weight transformer_blocks.0.norm1_context.linear.weight",
         "original": "x_embedder.proj.weight context_embedder.weight joint_blocks.0.x_block.attn.qkv.weight",

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Reads
 
 _OUTSIDE: Final = r"(?!blocks\.).*"
 _BLOCK: Final = "self_attn.q self_attn.k self_attn.v self_attn.o cross_attn.q cross_attn.k cross_attn.v cross_attn.o ffn.0 ffn.2"
@@ -12,6 +12,9 @@ WAN: Final = Family(
     title="WAN",
     architecture="wan",
     base_version="wan",
+    in_diffusers=InDiffusers(
+        "WanTransformer3DModel", "WanLoraLoaderMixin", {"image_dim": 1280, "added_kv_proj_dim": 5120}
+    ),
     signatures={
         "diffusers": "patch_embedding.weight condition_embedder.time_embedder.linear_1.weight blocks.0.attn1.to_q.weight",
         "original": "patch_embedding.weight head.modulation blocks.0.self_attn.q.weight",

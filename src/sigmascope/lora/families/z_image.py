@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Ratio, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Lost, Ratio, Reads
 
 _LISTS: Final = ("noise_refiner", "context_refiner", "layers")
 _BLOCK: Final = """
@@ -27,6 +27,7 @@ Z_IMAGE: Final = Family(
     title="Z-Image",
     architecture="z-image",
     base_version="zimage",
+    in_diffusers=InDiffusers("ZImageTransformer2DModel", "ZImageLoraLoaderMixin"),
     signatures={
         "diffusers": "all_x_embedder.2-1.weight cap_embedder.1.weight layers.0.attention.to_q.weight",
         "original": "x_embedder.weight cap_embedder.1.weight layers.0.attention.qkv.weight layers.0.adaLN_modulation.0.weight",

@@ -1,0 +1,304 @@
+"""What the installed diffusers makes of a LoRA file, asked of its own loader.
+
+`lora.hosts` states what loaders do, as measured of one version. Here the file's tensors go through `load_lora_weights` of
+the family's pipelines, as installed, up to where they would be put on the model; each tensor remembers the modules of the
+file that it is made of. Where they would go is held to the layers of the family's class, made on the meta device. No weight
+of a model is needed, and none is allocated.
+
+Importing diffusers takes seconds. So a command asks only where that is paid already, where the installed version is another
+than the measured one, or where the statement has no answer (`is_worth_asking`).
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import LoraFormatError
+from sigmascope.lora.families import Family, family_named
+from sigmascope.lora.formats import group_keys
+from sigmascope.lora.hosts import HOSTS, HostReading
+from sigmascope.lora.loadable import loads_of
+from sigmascope.lora.module_names import file_family, parse_name
+from sigmascope.lora.reader import any_kind_in
+
+_NEEDED: Final = ("diffusers", "peft", "transformers")
+_ENDING: Final = re.compile(
+    r"\.(?:processor\.)?(?:lora_[AB]|lora\.(?:up|down)|lokr_\w+|lora_magnitude_vector)(?:\.|$).*"
+)
+_BLOCK: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+_LINES_OF_ERROR: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledReading:
+    """What the installed diffusers makes of a file's modules for the denoiser.
+
+    Attributes:
+        version: Of diffusers; None if it is not installed.
+        modules: How many the file has.
+        taken: How many of them its loader puts, with all their factors, on layers that the family's class has; None if it
+            was not asked, or cannot be.
+        layers: How many layers of the class they change; None likewise.
+        lost: The others' names.
+        reason: Why `taken` is None, or why the loader takes none of the modules.
+    """
+
+    version: str | None
+    modules: int
+    taken: int | None
+    layers: int | None = None
+    lost: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The reading as JSON values."""
+        return asdict(self)
+
+
+def reading_of_installed(path: str | PathLike[str]) -> InstalledReading:
+    """Ask the installed diffusers what it takes of a file.
+
+    Args:
+        path: A LoRA of any format.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+        LoraFormatError: Its keys follow no known format.
+    """
+    with open_checkpoint(Path(path)) as checkpoint:
+        family = family_named(file_family(any_kind_in(checkpoint, check_finite=False)).family)
+        modules = _modules_by_key(Path(path), tuple(checkpoint.keys()))
+        names = frozenset(modules.values())
+        installed = installed_version()
+        classes = family.in_diffusers
+        reason = None
+        if installed is None:
+            reason = "diffusers, PEFT and transformers are not all installed"
+        elif not names:
+            reason = "the file changes no denoiser"
+        elif classes is None:
+            reason = (
+                "the model family is not known"
+                if family.name == "unknown"
+                else f"diffusers has no pipeline of {family.title}"
+            )
+        if reason is not None or classes is None:
+            return InstalledReading(installed, len(names), None, reason=reason)
+        if classes.loader is None:
+            return InstalledReading(installed, len(names), 0, 0, tuple(sorted(names)), no_loader(family))
+        traced = {key: _traced(checkpoint.tensor(key), modules.get(key)) for key in checkpoint.keys()}  # noqa: SIM118 - not a dict
+    layers = _layers_of(family.name)
+    if isinstance(layers, str):
+        return InstalledReading(installed, len(names), None, reason=layers)
+    given = _given(family, traced)
+    if isinstance(given, str):
+        return InstalledReading(installed, len(names), 0, 0, tuple(sorted(names)), given)
+    changed = _changed(given, layers, f"{family.component}.")
+    taken = frozenset().union(*changed.values()) if changed else frozenset[str]()
+    return InstalledReading(installed, len(names), len(taken), len(changed), tuple(sorted(names - taken)))
+
+
+def no_loader(family: Family) -> str:
+    """The reason where a family's pipelines cannot load LoRAs."""
+    return f"diffusers' pipelines of {family.title} have no load_lora_weights"
+
+
+def installed_version() -> str | None:
+    """Of diffusers; None unless it can load LoRAs here. Nothing is imported."""
+    try:
+        return version("diffusers") if all(find_spec(name) is not None for name in _NEEDED) else None
+    except (PackageNotFoundError, ValueError):  # hidden, as ComfyUI's checkouts do
+        return None
+
+
+def is_worth_asking(reading: HostReading) -> bool:
+    """Whether a command should ask the installed diffusers, which takes seconds to import.
+
+    Args:
+        reading: What the statement says of the same file.
+    """
+    measured = next(host.version for host in HOSTS if host.name == "diffusers")
+    installed = installed_version()
+    if installed is None or "diffusers" in sys.modules:
+        return installed is not None
+    return reading.taken is None or ".".join(installed.split(".")[:2]) != measured
+
+
+def _modules_by_key(path: Path, keys: tuple[str, ...]) -> dict[str, str]:
+    """The module of each key that is for the denoiser, as the file is read."""
+    groups = group_keys(path, keys).groups
+    return {
+        key: name
+        for name, roles in groups.items()
+        if not any(part.startswith("text_encoder") for part in parse_name(name).parts[:1])
+        for key in roles.values()
+    }
+
+
+class _Traced(Tensor):
+    """A tensor that knows which modules of the file it is made of, through whatever is done with it.
+
+    Attributes:
+        modules: Their names.
+    """
+
+    modules: frozenset[str] = frozenset()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What the function gives for plain tensors, with the modules of all tensors that it was given."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = function(*args, **(kwargs or {}))
+        given = [leaf.modules for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Traced)]
+        modules = frozenset[str]().union(*given)
+        return tree_map_only(Tensor, lambda tensor: _with(tensor, modules), made)
+
+
+def _traced(tensor: Tensor, module: str | None) -> Tensor:
+    return _with(tensor, frozenset() if module is None else frozenset({module}))
+
+
+def _with(tensor: Tensor, modules: frozenset[str]) -> Tensor:
+    own = tensor.as_subclass(_Traced)
+    own.modules = modules
+    return own
+
+
+@lru_cache(maxsize=4)
+def _layers_of(family: str) -> frozenset[str] | str:
+    """Paths of the layers of a family's class, with and without the number of the block; why it cannot be made, if so."""
+    model = _model(family)
+    if isinstance(model, str):
+        return model
+    own = {
+        name
+        for name, layer in model.named_modules()
+        if next(layer.parameters(recurse=False), None) is not None
+    }
+    return frozenset(own | {_of_any_block(name) for name in own})
+
+
+@lru_cache(maxsize=1)
+def _model(family: str) -> nn.Module | str:
+    import diffusers
+
+    classes = family_named(family).in_diffusers
+    assert classes is not None
+    kind = getattr(diffusers, classes.model, None)
+    if kind is None:
+        return f"the installed diffusers has no {classes.model}"
+    with torch.device("meta"), _quiet():
+        model: nn.Module = kind(**classes.config)
+    return model
+
+
+def _of_any_block(path: str) -> str:
+    """A path without the number of its block: a file's model may have more blocks than the class by default."""
+    return _BLOCK.sub("#", path, count=1)
+
+
+def _given(family: Family, state: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
+    """What the pipelines' loader would put on the denoiser, by its own keys; why it refuses the file, if so."""
+    from diffusers import loaders
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    classes = family.in_diffusers
+    assert classes is not None
+    mixin = getattr(loaders, classes.loader or "", None)
+    if mixin is None:
+        return f"the installed diffusers has no {classes.loader}"
+    given: dict[str, Tensor] = {}
+    pipeline = _loading_into(mixin, given, family)
+    try:
+        with _quiet():
+            pipeline.load_lora_weights(dict(state))
+            if given and not any(
+                mark in key for key in given for mark in (".lokr_", "lora_A")
+            ):  # as a model's own `load_lora_adapter` renames them
+                given = convert_unet_state_dict_to_peft(given)
+    except Exception as error:  # noqa: BLE001 - whatever the loader raises, it takes nothing
+        said = " ".join(str(error).split())[:_LINES_OF_ERROR]
+        return f"its loader refuses the file ({type(error).__name__}: {said})"
+    return given
+
+
+def _loading_into(mixin: type, given: dict[str, Tensor], family: Family) -> Any:
+    """A pipeline that only has the loader's methods, and keeps what it would put on the denoiser.
+
+    Widths are those of the file: whether they are the model's is for who has the model.
+    """
+
+    def keep(cls: Any, state_dict: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        given.update(state_dict)
+
+    def drop(cls: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    def as_given(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return kwargs.get("lora_state_dict", kwargs.get("state_dict", args[-1] if args else None))
+
+    def same_widths(cls: Any, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    own = {
+        "load_lora_into_transformer": classmethod(keep),
+        "load_lora_into_unet": classmethod(keep),
+        "load_lora_into_text_encoder": classmethod(drop),
+        "_load_norm_into_transformer": classmethod(drop),
+        "_maybe_expand_transformer_param_shape_or_error_": classmethod(same_widths),
+        "_maybe_expand_lora_state_dict": classmethod(as_given),
+        "_maybe_expand_t2v_lora_for_i2v": classmethod(as_given),
+        family.component: _model(family.name),
+        "text_encoder": None,
+        "text_encoder_2": None,
+        "connectors": None,
+        "lora_scale": 1.0,
+    }
+    return type("_Loading", (mixin,), own)()
+
+
+def _changed(given: Mapping[str, Tensor], layers: frozenset[str], start: str) -> dict[str, frozenset[str]]:
+    """The layers of the class that a state dict changes, and the modules that each is made of."""
+    roles: dict[str, int] = {}
+    modules: dict[str, frozenset[str]] = {}
+    for key, tensor in given.items():
+        path, ending = key.removeprefix(start), _ENDING.search(key)
+        if ending is None or not key.startswith(start):
+            continue
+        layer = path.removesuffix(ending[0])
+        if layer not in layers and _of_any_block(layer) not in layers:
+            continue
+        roles[layer] = roles.get(layer, 0) + 1
+        modules[layer] = modules.get(layer, frozenset()) | getattr(tensor, "modules", frozenset())
+    return {layer: modules[layer] for layer, count in roles.items() if count > 1 and modules[layer]}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing of what diffusers says of a file is for the user of this check."""
+    import warnings
+
+    from diffusers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
