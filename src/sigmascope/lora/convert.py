@@ -24,7 +24,14 @@ from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.decompose import FormedChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, UnetBlocks, family_misfit, layout_of
-from sigmascope.lora.file import LoraFile, check_target, kept_metadata, refuse_files, refuse_inputs
+from sigmascope.lora.file import (
+    LoraFile,
+    check_target,
+    is_of_diffusers,
+    kept_metadata,
+    refuse_files,
+    refuse_inputs,
+)
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
@@ -47,7 +54,6 @@ from sigmascope.units import first_few
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
-_MAX_CONFIG_BYTES: Final = 1 << 20
 _TARGET_ARGUMENT: Final = "OUT"
 
 _BIAS: Final = ".bias"
@@ -407,21 +413,10 @@ def _named(
         return named_by_itself(lora, format, family=family, prefix=prefix)
     with open_checkpoint(model) as checkpoint:
         named = named_by_model(lora, checkpoint, family)
-        if format == "peft" and not _is_of_diffusers(Path(model)):
+        if format == "peft" and not is_of_diffusers(Path(model)):
             layers = _denoiser_shapes(checkpoint, named.layout)
             _require_family(checkpoint.path.name, format, named.layout, layers)
         return named
-
-
-def _is_of_diffusers(model: Path) -> bool:
-    """Whether a model says that its names are diffusers' own, which PEFT's files go by."""
-    folder = model if model.is_dir() else model.parent
-    for file in (folder / "model_index.json", folder / "config.json"):
-        if file.is_file():
-            with file.open("rb") as stream:
-                if b"_diffusers_version" in stream.read(_MAX_CONFIG_BYTES):
-                    return True
-    return False
 
 
 def _denoiser_shapes(checkpoint: Checkpoint, layout: ModelLayout) -> dict[str, tuple[int, ...]]:

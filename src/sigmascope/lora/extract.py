@@ -28,7 +28,7 @@ from sigmascope.files import require_writable
 from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.budget import StorageCost, file_weights
 from sigmascope.lora.families import ModelLayout, UnetBlocks
-from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import as_text, check_target, is_of_diffusers, refuse_files, refuse_inputs
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT, TUNED_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.format_names import FormatName
 from sigmascope.lora.formats import LoraFormat, format_named
@@ -192,7 +192,7 @@ def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterabl
         ConfigError: It cannot hold what was asked for.
         LoraFormatError: There is no such format, or it has no name for a layer.
     """
-    chosen = _usual_format(pair.layout) if options.format == "auto" else options.format
+    chosen = _usual_format(pair) if options.format == "auto" else options.format
     lora_format = format_named(chosen)
     if options.biases_and_norms and not lora_format.keys.holds_changes:
         raise ConfigError(
@@ -208,10 +208,17 @@ def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterabl
     return lora_format.name
 
 
-def _usual_format(layout: ModelLayout) -> FormatName:
-    if layout.naming == "diffusers":
-        return "peft"
-    return "comfyui" if layout.naming in ("sgm", "original") else "native"
+def _usual_format(pair: CheckpointPair) -> FormatName:
+    """What loads a LoRA of such a model: diffusers beside a folder, ComfyUI beside a single file, our tools beside an LBM.
+
+    It goes by the file where the family is not known: then no host's names are known, and the result is unverified.
+    """
+    naming = pair.layout.naming
+    if naming == "lbm":
+        return "native"
+    if naming == "unknown":
+        return "peft" if pair.base.path.is_dir() or is_of_diffusers(pair.base.path) else "comfyui"
+    return "peft" if naming == "diffusers" else "comfyui"
 
 
 def _require_name(lora_format: LoraFormat, key: str, layout: ModelLayout, blocks: UnetBlocks) -> None:

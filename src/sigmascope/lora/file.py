@@ -35,6 +35,7 @@ else:  # a run-time check of the values would read them from the file
     Modules = Changes = Mapping
 
 
+_MAX_CONFIG_BYTES: Final = 1 << 20
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -195,6 +196,17 @@ class LazyDict(Mapping[str, Value], Generic[Key, Value]):
 def as_text(name: str | os.PathLike[str]) -> str:
     """A file name as valid UTF-8 text: other bytes become U+FFFD."""
     return os.fsencode(name).decode("utf-8", "replace")
+
+
+def is_of_diffusers(model: Path) -> bool:
+    """Whether a model says that its names are diffusers' own, which PEFT's files go by."""
+    folder = model if model.is_dir() else model.parent
+    for file in (folder / "model_index.json", folder / "config.json"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                if b"_diffusers_version" in stream.read(_MAX_CONFIG_BYTES):
+                    return True
+    return False
 
 
 def check_target(

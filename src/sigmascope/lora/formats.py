@@ -340,10 +340,16 @@ def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | 
         if prefix is None:
             is_unet = layout.family in UNET_FAMILIES or path.startswith(_PEFT_UNET_STARTS)
             prefix = "unet" if is_unet else "transformer"
+            path = _without_start(path, layout, f"{prefix}.")
         return f"{prefix}.{path}" if prefix else path
     if part == "denoiser_2":
         return f"transformer_2.{path}"
     return path if part == "other" else f"{part}.{path}"
+
+
+def _without_start(path: str, layout: ModelLayout, start: str) -> str:
+    """A layer's path in a model of an unknown family, whose own keys may begin as the format's names do."""
+    return path.removeprefix(start) if layout.family == "unknown" else path
 
 
 def peft_header(ranks: Mapping[str, int], *, has_dora: bool) -> dict[str, str]:
@@ -400,7 +406,7 @@ def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str
     if part == "denoiser":
         row = row_of_original(layout.family, path)
         own = row.original if row is not None and path == row.also else path  # ComfyUI has no second dialect
-        return f"diffusion_model.{own}"
+        return f"diffusion_model.{_without_start(own, layout, 'diffusion_model.')}"
     whole = layout.prefixes.get(part, "")
     if whole.startswith("text_encoders."):
         return whole + path  # the checkpoint says which of the family's encoders it has

@@ -26,11 +26,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.errors import LoraFormatError
 from sigmascope.lora.families import Family, family_named
 from sigmascope.lora.formats import group_keys
 from sigmascope.lora.hosts import HOSTS, HostReading
-from sigmascope.lora.loadable import loads_of
 from sigmascope.lora.module_names import file_family, parse_name
 from sigmascope.lora.reader import any_kind_in
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
+from sigmascope.lora.loadable import loads_in_words
 from sigmascope.lora.pairs import PairOptions
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.reader import load_lora
@@ -145,7 +146,22 @@ def test_without_a_word_each_model_gets_the_format_that_its_tools_read(
     assert extract(save_pair(tmp_path, flux("original")), rank=2).format == "comfyui"
     single = save_pair(tmp_path, flux("original"), "model.diffusion_model.")
     assert extract(single, rank=2).format == "comfyui"
-    assert extract(save_pair(tmp_path, {"layers.0.fc": (9, 8)}), rank=2).format == "native"
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+@pytest.mark.parametrize("start", ["", "diffusion_model.", "transformer."])
+def test_a_model_of_no_known_family_gets_the_prefix_of_the_host_that_reads_such_a_model(
+    is_folder: bool, start: str, tmp_path: Path
+) -> None:
+    """And once only, where its own keys have it; the result is unverified."""
+    if is_folder:
+        (tmp_path / "config.json").write_text('{"_diffusers_version": "0.42.1"}')
+    report = extract(save_pair(tmp_path, {"my_layers.0.fc": (9, 8)}, start), rank=2)
+    host, prefix = ("peft", "transformer.") if is_folder else ("comfyui", "diffusion_model.")
+    assert report.format == host
+    own = "" if start == prefix else start
+    assert load_lora(report.lora).names == (f"{prefix}{own}my_layers.0.fc",)
+    assert loads_in_words(report.lora).startswith("diffusers unverified (the model family is not known)")
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -93,8 +93,7 @@ def extract(
         typer.Option(
             "--format",
             metavar="<name>",
-            help=f"{ONE_OF_FORMATS}. auto: native for LBM, peft for diffusers folders, "
-            "comfyui for single files.",
+            help=f"{ONE_OF_FORMATS}. auto: native for LBM, peft for folders, comfyui for single files.",
         ),
     ] = "auto",
     min_diff: Annotated[
