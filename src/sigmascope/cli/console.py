@@ -182,9 +182,16 @@ def print_written(console: Console, path: Path, file_bytes: int) -> None:
 
 def print_loads(console: Console, path: Path) -> None:
     """Say what the hosts make of a LoRA that was written."""
-    from sigmascope.lora.loadable import loads_in_words
+    from sigmascope.pipeline.lora_loading import loads_of_written
 
-    console.print(Text(f"Loads: {loads_in_words(path)}", overflow="fold"))
+    console.print(Text(f"Loads: {loads_of_written(path).in_words}", overflow="fold"))
+
+
+def loads_of(path: Path) -> dict[str, Any]:
+    """The same as JSON values, under `loads`."""
+    from sigmascope.pipeline.lora_loading import loads_of_written
+
+    return {"loads": loads_of_written(path).as_dict()}
 
 
 def counts(occurrences: Mapping[Any, int], *, most: int = 6) -> str:

@@ -101,7 +101,8 @@ class HostReading:
         taken: How many of them the host applies; None if that is not known.
         strengths: By which factor it multiplies up·down (or a whole change), and how many modules have it, the most
             frequent first; None if that is not known.
-        unavailable: The reason for each field that is not known, and for what the figures leave out.
+        unavailable: The reason for each field that is not known, and for what the figures leave out. `loader`: why the
+            host has none for such a model.
         encoders: The same of the modules for text encoders; None if the file has none.
     """
 
@@ -244,6 +245,8 @@ def _judged(
     try:
         if not modules:
             raise _Unknown("the file changes no denoiser")
+        if file.host.name == "diffusers" and (reason := no_loader(file.family)) is not None:
+            return HostReading(title, count, 0, {}, {"loader": reason})
         if not any(row.host == file.host.name for row in file.family.reads):
             unknown_family = file.told.family is None
             raise _Unknown(
@@ -257,6 +260,13 @@ def _judged(
     except (_Unknown, LoraFormatError) as reason:
         return HostReading(title, count, len(taken), None, {"strengths": str(reason)})
     return HostReading(title, count, len(taken), strengths)
+
+
+def no_loader(family: Family) -> str | None:
+    """Why diffusers loads no LoRA of a family, whatever its names; None if its pipelines have a loader."""
+    if family.in_diffusers is None or family.in_diffusers.loader is not None:
+        return None
+    return f"diffusers' pipelines of {family.title} have no load_lora_weights"
 
 
 def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[_Module]:

@@ -51,6 +51,7 @@ from sigmascope.lora.resize import (
     RankPlan,
     ReductionReport,
     Resizer,
+    unread_tensors,
     unused_keys,
     write_reduced,
 )
@@ -281,6 +282,7 @@ def merge_lora_files(
             carried=changes.vectors,
             formed=changes.formed,
             findings=tuple(merge_findings(originals, changes.united)),
+            unread=unread_tensors(originals),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
         )

@@ -55,6 +55,7 @@ from sigmascope.lora.layer_names import (
     to_sgm,
     usual_blocks,
 )
+from sigmascope.units import counted
 
 _BIAS: Final = ".bias"
 _TEXT_MODEL: Final = "text_model_"
@@ -737,11 +738,30 @@ class FileFamily:
         family: As in `ModelLayout.family`; None where nothing tells.
         is_unet: Whether its names are those of a U-Net, of whatever family.
         evidence: What it was told from.
+        others: Families that have all of its names and fit its shapes as well; it was chosen by its width, or because
+            it is the usual one.
+        unknown_names: How many of the denoiser's names the family does not have.
     """
 
     family: str | None
     is_unet: bool
     evidence: str
+    others: tuple[str, ...] = ()
+    unknown_names: int = 0
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing speaks for another family."""
+        return self.family is not None and not self.others and not self.unknown_names
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the family is a guess, such as "its names and shapes fit Chroma too"; None if it is certain or not known."""
+        if self.family is None or self.is_certain:
+            return None
+        if self.others:
+            return f"its names and shapes fit {' and '.join(map(title_of, self.others))} too"
+        return f"{counted(self.unknown_names, 'of its names is', 'of its names are')} not among its own"
 
 
 def file_family(lora: LoraFile) -> FileFamily:
@@ -758,10 +778,20 @@ def file_family(lora: LoraFile) -> FileFamily:
     if is_kin and family_misfit(str(stated), _denoiser_layers(lora)) is None:  # names and shapes fit both
         return FileFamily(stated, False, "its header")
     if by_names is not None:
-        return FileFamily(by_names, False, "its names")
+        return _with_doubts(lora, FileFamily(by_names, False, "its names"), stated)
     if stated is not None and (others := known_names(_denoiser_layers(lora))) and stated not in others:
         return FileFamily(None, False, f"its header says {title_of(stated)}, which has none of its names")
     return FileFamily(stated, False, "its header" if stated else "neither its names nor its header say")
+
+
+def _with_doubts(lora: LoraFile, told: FileFamily, stated: str | None) -> FileFamily:
+    """What else the names fit, and which names do not; nothing where the header says the same."""
+    layers, family = _denoiser_layers(lora), told.family
+    if stated == family or family is None:
+        return told
+    fitting = [name for name in families_with(layers) if family_misfit(name, layers) is None]
+    others = tuple(name for name in fitting if name != family) if family in fitting else ()
+    return replace(told, others=others, unknown_names=sum(not is_layer_of(family, path) for path in layers))
 
 
 def _by_names(lora: LoraFile) -> str | None:

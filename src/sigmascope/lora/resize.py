@@ -220,6 +220,7 @@ class ReductionReport:
         findings: What to know before using the LoRA.
         file_bytes: Size of the written file.
         seconds: How long all of it took.
+        unread: Tensors of the inputs that belong to no module, so that `kept_energy` does not count what they change.
     """
 
     inputs: tuple[InputLora, ...]
@@ -234,6 +235,7 @@ class ReductionReport:
     findings: tuple[Finding, ...]
     file_bytes: int
     seconds: float
+    unread: tuple[str, ...] = ()
 
     @property
     def bytes_before(self) -> int:
@@ -299,6 +301,7 @@ class ReductionReport:
             "seconds": self.seconds,
             "total_modules": len(self.modules),
             "left_out": [module.name for module in self.left_out],
+            "unread": list(self.unread),
             "carried": list(self.carried),
             "formed": list(self.formed),
             "findings": [asdict(finding) for finding in self.findings],
@@ -401,6 +404,7 @@ def resize_lora(
             carried=carried,
             formed=formed,
             findings=tuple(unused_keys([original])),
+            unread=unread_tensors([original]),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
         )
@@ -719,6 +723,11 @@ def _require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
             f"{plan.describe()} leaves out all {len(modules)} modules.",
             hint="Allow more rank, or exclude less.",
         )
+
+
+def unread_tensors(loras: Sequence[LoraFile]) -> tuple[str, ...]:
+    """The keys that belong to no module and may change something; an alpha alone changes nothing."""
+    return tuple(key for lora in loras for key in lora.unused_keys if not key.endswith(".alpha"))
 
 
 def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from os import PathLike
@@ -28,9 +28,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lora.families import Family, family_named
 from sigmascope.lora.formats import group_keys
-from sigmascope.lora.hosts import HOSTS, HostReading
+from sigmascope.lora.hosts import HOSTS, HostReading, no_loader
+from sigmascope.lora.loadable import ALSO_ASKED, Loads, stated_loads
 from sigmascope.lora.module_names import file_family, parse_name
 from sigmascope.lora.reader import any_kind_in
+from sigmascope.units import counted
 
 _NEEDED: Final = ("diffusers", "peft", "transformers")
 _ENDING: Final = re.compile(
@@ -52,6 +54,7 @@ class InstalledReading:
         layers: How many layers of the class they change; None likewise.
         lost: The others' names.
         reason: Why `taken` is None, or why the loader takes none of the modules.
+        family: The family whose pipelines were asked.
     """
 
     version: str | None
@@ -60,6 +63,7 @@ class InstalledReading:
     layers: int | None = None
     lost: tuple[str, ...] = ()
     reason: str | None = None
+    family: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The reading as JSON values."""
@@ -95,23 +99,20 @@ def reading_of_installed(path: str | PathLike[str]) -> InstalledReading:
             )
         if reason is not None or classes is None:
             return InstalledReading(installed, len(names), None, reason=reason)
-        if classes.loader is None:
-            return InstalledReading(installed, len(names), 0, 0, tuple(sorted(names)), no_loader(family))
+        of_file = partial(InstalledReading, installed, len(names), family=family.name)
+        none = partial(of_file, 0, 0, tuple(sorted(names)))
+        if (missing := no_loader(family)) is not None:
+            return none(missing)
         traced = {key: _traced(checkpoint.tensor(key), modules.get(key)) for key in checkpoint.keys()}  # noqa: SIM118 - not a dict
     layers = _layers_of(family.name)
     if isinstance(layers, str):
-        return InstalledReading(installed, len(names), None, reason=layers)
+        return of_file(None, reason=layers)
     given = _given(family, traced)
     if isinstance(given, str):
-        return InstalledReading(installed, len(names), 0, 0, tuple(sorted(names)), given)
+        return none(given)
     changed = _changed(given, layers, f"{family.component}.")
-    taken = frozenset().union(*changed.values()) if changed else frozenset[str]()
-    return InstalledReading(installed, len(names), len(taken), len(changed), tuple(sorted(names - taken)))
-
-
-def no_loader(family: Family) -> str:
-    """The reason where a family's pipelines cannot load LoRAs."""
-    return f"diffusers' pipelines of {family.title} have no load_lora_weights"
+    taken = frozenset[str]().union(*changed.values())
+    return of_file(len(taken), len(changed), tuple(sorted(names - taken)))
 
 
 def installed_version() -> str | None:
@@ -128,11 +129,85 @@ def is_worth_asking(reading: HostReading) -> bool:
     Args:
         reading: What the statement says of the same file.
     """
-    measured = next(host.version for host in HOSTS if host.name == "diffusers")
     installed = installed_version()
     if installed is None or "diffusers" in sys.modules:
         return installed is not None
-    return reading.taken is None or ".".join(installed.split(".")[:2]) != measured
+    return reading.taken is None or not _is_measured(installed)
+
+
+def _is_measured(installed: str) -> bool:
+    measured = next(host.version for host in HOSTS if host.name == "diffusers")
+    return installed.split(".")[:2] == measured.split(".")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenLoads:
+    """What a LoRA that was written loads into.
+
+    Attributes:
+        stated: By our statement of the hosts' rules.
+        installed: By the installed diffusers; its `reason` says why it was not asked.
+    """
+
+    stated: Loads
+    installed: InstalledReading
+
+    @property
+    def in_words(self) -> str:
+        """Such as "diffusers 30 of 30 × 1, ComfyUI 22 of 22 × 1; diffusers 0.42.1 itself: 30 of 30"."""
+        own, installed = self.stated.in_words, self.installed
+        if installed.taken is not None:
+            why = f" ({installed.reason})" if installed.reason and not self._says(installed.reason) else ""
+            return (
+                f"{own}; diffusers {installed.version} itself: {installed.taken} of {installed.modules}{why}"
+            )
+        is_asked_for = "diffusers" in self.stated.hosts and installed.version is None
+        return f"{own}; not held to an installed diffusers ({installed.reason})" if is_asked_for else own
+
+    def _says(self, reason: str) -> bool:
+        return any(reason in one.unavailable.values() for one in self.stated.hosts.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return self.stated.as_dict() | {"installed_diffusers": self.installed.as_dict()}
+
+
+def loads_of_written(path: Path) -> WrittenLoads:
+    """Say what a LoRA file loads into; the installed diffusers is asked where `is_worth_asking` says so.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    stated, installed = stated_loads(path), installed_version()
+    reading = stated.hosts.get("diffusers")
+    modules = 0 if reading is None else reading.modules
+    if reading is None:
+        why = "the file is for an LBM" if stated.reason is None else stated.reason
+    elif installed is None:
+        why = "diffusers, PEFT and transformers are not all installed"
+    elif is_worth_asking(reading):
+        return WrittenLoads(stated, reading_of_installed(path))
+    else:
+        why = f"its rules are those that were measured, of diffusers {installed}"
+    return WrittenLoads(stated, InstalledReading(installed, modules, None, reason=why))
+
+
+@contextmanager
+def held_to_installed() -> Iterator[None]:
+    """Inside the block, no PEFT file takes its place of which the installed diffusers would take nothing."""
+    token = ALSO_ASKED.set(_why_dead)
+    try:
+        yield
+    finally:
+        ALSO_ASKED.reset(token)
+
+
+def _why_dead(written: Path) -> str | None:
+    made = loads_of_written(written).installed
+    if made.taken != 0 or not made.modules or no_loader(family_named(made.family)) is not None:
+        return None
+    why = f" ({made.reason})" if made.reason else ""
+    return f"diffusers {made.version} takes none of its {counted(made.modules, 'module')}{why}"
 
 
 def _modules_by_key(path: Path, keys: tuple[str, ...]) -> dict[str, str]:

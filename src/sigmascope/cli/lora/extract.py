@@ -14,6 +14,7 @@ from sigmascope.cli.console import (
     Console,
     facts,
     findings,
+    loads_of,
     needs_extra,
     percent,
     plain,
@@ -178,6 +179,7 @@ def extract(
         calibrates=calibrate is not None,
     )
     from sigmascope.lora.extract import ExtractOptions, check_extraction, extract_lora
+    from sigmascope.pipeline.lora_loading import held_to_installed
 
     options = ExtractOptions(
         rules=choice.rules,
@@ -200,10 +202,10 @@ def extract(
             options = replace(options, statistics=made)
             check_extraction(base_model_path, tuned_model_path, save_to, options)
             calibrated(tuned_model_path, pictures, config_path, device).save(made)
-        with progress_bar("Extracting") as progress:
+        with progress_bar("Extracting") as progress, held_to_installed():
             report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
     if as_json:
-        print_json(report.as_dict())
+        print_json(report.as_dict() | loads_of(report.lora))
     else:
         print_extraction(Console(), report, verbose=verbose)
 

@@ -20,6 +20,7 @@ from sigmascope.cli.console import (
     findings,
     layer,
     listed,
+    loads_of,
     number,
     percent,
     plain,
@@ -167,6 +168,7 @@ def merge(
         return
     _refuse(["--allow_unmatched"] if allow_unmatched else [], "--into")
     from sigmascope.lora.merge import CombineOptions, merge_lora_files
+    from sigmascope.pipeline.lora_loading import held_to_installed
 
     options = CombineOptions(
         weights=strengths,
@@ -178,10 +180,10 @@ def merge(
         statistics=statistics,
         ridge=ridge,
     )
-    with progress_bar("Merging") as progress:
+    with progress_bar("Merging") as progress, held_to_installed():
         report = merge_lora_files(loras, save_to, options, progress=progress)
     if as_json:
-        print_json(report.as_dict())
+        print_json(report.as_dict() | loads_of(report.lora))
     else:
         print_reduction(Console(), "LoRA merge", report, verbose=verbose)
 
@@ -332,8 +334,9 @@ def resize(
             hint="Give --rank 16, --rank_method energy:0.95, --max_size 50MB, or more.",
         )
     from sigmascope.lora.resize import resize_lora
+    from sigmascope.pipeline.lora_loading import held_to_installed
 
-    with progress_bar("Resizing") as progress:
+    with progress_bar("Resizing") as progress, held_to_installed():
         report = resize_lora(
             lora,
             save_to,
@@ -345,7 +348,7 @@ def resize(
             progress=progress,
         )
     if as_json:
-        print_json(report.as_dict())
+        print_json(report.as_dict() | loads_of(report.lora))
     else:
         print_reduction(Console(), "LoRA resize", report, verbose=verbose)
 
@@ -404,13 +407,24 @@ def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableTyp
         ("Method", plain(report.method) if several else None),
         ("Ranks asked for", plain(report.plan)),
         ("Ranks now", counts(report.ranks)),
-        ("Energy kept", percent(report.kept_energy)),
+        ("Energy kept", _kept(report)),
         ("Error, overall", percent(report.relative_error)),
         ("Error, weighted", None if report.weighted_error is None else percent(report.weighted_error)),
         ("Format", f"{report.format}, {report.dtype}"),
         ("Size", size),
         ("Time", f"{report.seconds:.1f} s"),
     ]
+
+
+def _kept(report: "ReductionReport") -> str:
+    from sigmascope.units import counted
+
+    kept, unread = percent(report.kept_energy), len(report.unread)
+    return (
+        f"{kept} of what was read; {counted(unread, 'tensor')} of the input belong to no module"
+        if unread
+        else kept
+    )
 
 
 def _inputs(inputs: Sequence["InputLora"]) -> Group:
@@ -494,8 +508,9 @@ def convert(
     """
     from sigmascope.lora.convert import convert_lora
     from sigmascope.lora.writer import STORAGE_DTYPES
+    from sigmascope.pipeline.lora_loading import held_to_installed
 
-    with progress_bar("Converting") as progress:
+    with progress_bar("Converting") as progress, held_to_installed():
         report = convert_lora(
             source,
             target,
@@ -511,7 +526,7 @@ def convert(
             progress=progress,
         )
     if as_json:
-        print_json(report.as_dict())
+        print_json(report.as_dict() | loads_of(report.target))
     else:
         _print_conversion(Console(), report)
 
@@ -547,10 +562,12 @@ def _factored(report: "ConversionReport") -> str:
 
 def _usable_in(report: "ConversionReport") -> str:
     from sigmascope.lora.formats import format_named
-    from sigmascope.lora.hosts import host_readings
+    from sigmascope.lora.loadable import stated_loads
 
-    diffusers = host_readings(report.target)[0]
-    in_diffusers = report.format == "kohya" and diffusers.taken == diffusers.modules
+    diffusers = stated_loads(report.target).hosts.get("diffusers")
+    if report.family == "unknown" and report.format != "native":
+        return "unverified: no host is known to take names of an unknown family"
+    in_diffusers = report.format == "kohya" and diffusers is not None and diffusers.taken == diffusers.modules
     return format_named(report.format).used_by + (
         "; diffusers through pipeline.load_lora_weights(...)" if in_diffusers else ""
     )
