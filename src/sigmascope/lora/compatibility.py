@@ -121,6 +121,7 @@ def _module_verdicts(
         format=lora.format,
         file_family=family.family,
         family_evidence=family.evidence,
+        family_doubt=family.doubt,
         model_family=None if known == "unknown" else known,
         model_naming=placing.layout.naming,
         modules=modules,

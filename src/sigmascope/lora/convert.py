@@ -35,7 +35,14 @@ from sigmascope.lora.file import (
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
-from sigmascope.lora.module_names import ParsedNames, layout_as, nearest_family, parse_names, told_by_lora
+from sigmascope.lora.module_names import (
+    ParsedNames,
+    file_family,
+    layout_as,
+    nearest_family,
+    parse_names,
+    told_by_lora,
+)
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
@@ -83,6 +90,7 @@ class ConversionReport:
         source_format: Of the file that was read.
         format: Of the file that was written.
         family: Of the model that the LoRA is for; `unknown` where it does not matter.
+        family_doubt: Why that family is a guess, by the LoRA alone; None if it is certain, given, or told by the model.
         modules: Modules of plain factors in the new file. Fused ones may be fewer or more than before.
         changes: Changes of other kinds there.
         widened: Modules whose up factor is float32 now, because their scale would have rounded it.
@@ -102,6 +110,7 @@ class ConversionReport:
     left_out: tuple[LeftOut, ...]
     file_bytes: int
     factored: tuple[ResizedModule, ...] = ()
+    family_doubt: str | None = None
 
     @property
     def relative_error(self) -> float | None:
@@ -244,6 +253,7 @@ def convert_lora(
         left_out=tuple(left_out),
         file_bytes=path.stat().st_size,
         factored=tuple(cut),
+        family_doubt=named.family_doubt,
     )
 
 
@@ -288,6 +298,7 @@ class NamedLora:
         left_out: Names in the file that are of no layer.
         blocks: Of the U-Net, if it is one.
         shapes: Of the model's weights, where it is given, by layer.
+        family_doubt: As in `ConversionReport`.
     """
 
     lora: LoraFile
@@ -296,6 +307,7 @@ class NamedLora:
     left_out: tuple[LeftOut, ...]
     blocks: UnetBlocks | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    family_doubt: str | None = None
 
 
 def _require_held(wanted: LoraFormat, named: NamedLora, name: str) -> None:
@@ -511,11 +523,13 @@ def named_by_itself(
     denoiser = {path: lora.shape_of(name) for name, part, path in placed if part == "denoiser"}
     _require_family(str(lora), format, layout, denoiser)
     left_out = tuple(LeftOut(name, "could be several paths") for name in names.unknown)
+    told = file_family(lora)
+    doubt = told.doubt if family is None and told.family == layout.family else None
     if format != "native":
-        return NamedLora(lora, names.layers, layout, left_out, names.blocks)
+        return NamedLora(lora, names.layers, layout, left_out, names.blocks, family_doubt=doubt)
     native = _native_layout(layout, prefix)
     layers = {name: _native_layer(layer, names, native) for name, layer in names.layers.items()}
-    return NamedLora(lora, layers, native, left_out, names.blocks)
+    return NamedLora(lora, layers, native, left_out, names.blocks, family_doubt=doubt)
 
 
 def _native_layout(layout: ModelLayout, prefix: str | None) -> ModelLayout:

@@ -42,7 +42,7 @@ from sigmascope.lora.families import (
     unflattened,
     without_twin,
 )
-from sigmascope.lora.families.known import ENCODER_PARTS, WIDTHS_BY_NAMES
+from sigmascope.lora.families.known import ENCODER_PARTS, WIDTHS_BY_NAMES, as_wide
 from sigmascope.lora.file import LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
@@ -789,7 +789,7 @@ def _with_doubts(lora: LoraFile, told: FileFamily, stated: str | None) -> FileFa
     layers, family = _denoiser_layers(lora), told.family
     if stated == family or family is None:
         return told
-    fitting = [name for name in families_with(layers) if family_misfit(name, layers) is None]
+    fitting = as_wide([name for name in families_with(layers) if family_misfit(name, layers) is None], layers)
     others = tuple(name for name in fitting if name != family) if family in fitting else ()
     return replace(told, others=others, unknown_names=sum(not is_layer_of(family, path) for path in layers))
 

@@ -423,6 +423,7 @@ class LoraVerdict:
         format: `native`, `kohya`, `peft` or `comfyui`; None if the file could not be read.
         file_family: The model family that the file is for, such as `sdxl`; None if it is not known.
         family_evidence: What shows the file's family.
+        family_doubt: Why that family is a guess; None if it is certain or not known.
         model_family: The model's family; None if it is not known.
         model_naming: How the model names its weights, as in `ModelLayout.naming`.
         modules: Every module of the file, in its order.
@@ -436,6 +437,7 @@ class LoraVerdict:
     format: str | None = None
     file_family: str | None = None
     family_evidence: str = ""
+    family_doubt: str | None = None
     model_family: str | None = None
     model_naming: str = "unknown"
     modules: tuple[ModuleVerdict, ...] = ()
@@ -508,6 +510,7 @@ class LoraVerdict:
             "error": self.error,
             "file_family": self.file_family,
             "family_evidence": self.family_evidence,
+            "family_doubt": self.family_doubt,
             "model_family": self.model_family,
             "model_naming": self.model_naming,
             "total_modules": len(self.modules),

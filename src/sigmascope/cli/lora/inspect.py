@@ -380,7 +380,8 @@ def _verdict_facts(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | 
 
     family = title_of(verdict.file_family)
     if verdict.file_family is not None:
-        family += f" (by {verdict.family_evidence})"
+        guessed = f"; a guess: {verdict.family_doubt}" if verdict.family_doubt else ""
+        family += f" (by {verdict.family_evidence}{guessed})"
     matched, count = len(verdict.matched), len(verdict.modules)
     parts = [
         f"{part.replace('_', ' ')} {counts['matched']} of {counts['modules']}"

@@ -543,13 +543,17 @@ def _conversion_facts(report: "ConversionReport") -> list[tuple[str, RenderableT
     widened = f"{len(report.widened)} (their scale would have rounded them)"
     return [
         ("Format", f"{report.source_format} to {report.format}"),
-        ("Model family", report.family),
+        ("Model family", _told_family(report)),
         ("Modules", str(report.modules)),
         ("Other changes", str(report.changes) if report.changes else None),
         ("Made plain factors", _factored(report) if report.factored else None),
         ("Widened to float32", widened if report.widened else None),
         ("For", Text(_usable_in(report))),
     ]
+
+
+def _told_family(report: "ConversionReport") -> str:
+    return f"{report.family} (a guess: {report.family_doubt})" if report.family_doubt else report.family
 
 
 def _factored(report: "ConversionReport") -> str:

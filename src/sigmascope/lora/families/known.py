@@ -290,12 +290,15 @@ def likeliest(families: Iterable[str], shapes: Shapes) -> list[str]:
         families: Their names.
         shapes: Of weights, by the layer's path in the denoiser.
     """
+    wide = as_wide(families, shapes)
+    return [name for name in wide if family_named(name).else_ not in wide] if len(wide) > 1 else wide
+
+
+def as_wide(families: Iterable[str], shapes: Shapes) -> list[str]:
+    """Of families that fit, those with models of that width; all of them if none has such models."""
     fitting = list(families)
-    if len(fitting) < 2:
-        return fitting
-    width = _width(shapes)
-    as_wide = [name for name in fitting if width in family_named(name).widths] or fitting
-    return [name for name in as_wide if family_named(name).else_ not in as_wide]
+    width = _width(shapes) if len(fitting) > 1 else None
+    return [name for name in fitting if width in family_named(name).widths] or fitting
 
 
 def _width(shapes: Shapes) -> int | None:
