@@ -1,6 +1,7 @@
 """Planted no-ops and partial loads: each is found, by the statement of the hosts' rules and by diffusers itself."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,7 +171,7 @@ def test_diffusers_is_imported_only_where_its_rules_were_not_measured(
 ) -> None:
     reading = stated_loads(written(sound("flux"), tmp_path, "flux")).hosts["diffusers"]
     assert is_worth_asking(reading)  # it is imported here
-    monkeypatch.delitem(lora_loading.sys.modules, "diffusers")
+    monkeypatch.delitem(sys.modules, "diffusers")
     assert not is_worth_asking(reading)
     monkeypatch.setattr(lora_loading, "installed_version", lambda: "0.99.0")
     assert is_worth_asking(reading)
