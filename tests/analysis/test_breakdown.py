@@ -184,7 +184,7 @@ def test_memory_is_what_stays_and_what_a_generation_adds(where: str) -> None:
         for started, before, most in ((1.0, 4, 7), (3.0, 5, 8), (5.0, 5, 8))
     )
     assert headline(run_of(*stages)).endswith(
-        "8 GB, in generation; 5 GB of it stay in use, each of 3 generations adds 3 GB."
+        "8 GB, in generation; 5 GB of it stays in use, each of 3 generations adds 3 GB."
     )
 
 

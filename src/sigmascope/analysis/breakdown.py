@@ -560,7 +560,7 @@ def _peak(run: Run) -> str | None:
         return None
     advice = tiling_advice(run, highest)
     return (
-        f"Peak of {_memory(highest)}{_stays_and_each(run, highest.where)}{f': {advice}' if advice else ''}."
+        f"Peak of {_memory(highest)}{f': {advice}' if advice else ''}{_stays_and_each(run, highest.where)}."
     )
 
 
@@ -571,7 +571,9 @@ def _stays_and_each(run: Run, where: str) -> str:
         return ""
     stays, added = (median(values) for values in zip(*known_use, strict=True))
     each = f"each of {len(known_use)} generations" if len(known_use) > 1 else "the generation"
-    return f"; {units.format_size(int(stays))} of it stay in use, {each} adds {units.format_size(int(added))}"
+    return (
+        f"; {units.format_size(int(stays))} of it stays in use, {each} adds {units.format_size(int(added))}"
+    )
 
 
 def _generations(run: Run) -> list[Stage]:

@@ -51,7 +51,8 @@ def said(
 def test_what_the_stage_took_falls_with_the_tile_s_share() -> None:
     # 2 GB in use, and 8 for 2048 × 2048; a tile has a quarter of the pixels: 2 + 8 / 4
     assert said() == (
-        "cuda:0: 10 GB, in latent_decoding (vae): tiles would make it about 4 GB (pipe.vae.enable_tiling())."
+        "cuda:0: 10 GB, in latent_decoding (vae): tiles would make it about 4 GB (pipe.vae.enable_tiling())"
+        "; 1 GB of it stays in use, the generation adds 9 GB."
     )
 
 
@@ -61,7 +62,8 @@ def test_the_peak_of_another_stage_stays() -> None:
 
 @pytest.mark.parametrize("change", [{"side": None}, {"kind": "AutoencoderKLWan"}, {"offload": "model"}])
 def test_where_the_record_does_not_hold_it_there_is_no_number(change: dict[str, Any]) -> None:
-    assert said(**change) == f"cuda:0: 10 GB, in latent_decoding (vae): {NO_NUMBER}."
+    of_the_whole = "1 GB of it stays in use, the generation adds 9 GB"
+    assert said(**change) == f"cuda:0: 10 GB, in latent_decoding (vae): {NO_NUMBER}; {of_the_whole}."
 
 
 @pytest.mark.parametrize(
