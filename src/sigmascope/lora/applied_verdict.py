@@ -21,7 +21,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import WEIGHT
 from sigmascope.lora.linalg import as_float64
-from sigmascope.lora.reader import OpaqueChange, open_any_kind
+from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import (
     ABSENCES,
     is_opposed,
@@ -48,6 +48,9 @@ _PATCH_NAMES: Final = {
     "w_norm": "diff",
     "b_norm": "diff",
     "set_weight": "set",
+    "oft_blocks": "blocks",
+    "oft_diag": "blocks",
+    **{f"{factor}.weight": factor for factor in ("a1", "a2", "b1", "b2")},
 }
 _ADAPTER_KEY_PREFIXES: Final = ("hada_", "lokr_")
 _CANCELLED: Final = 1e-6
@@ -191,7 +194,7 @@ def judge_applied(
         for patch in _on_host(patches):
             by_key[patch.key].append(patch)
         opened = (
-            nullcontext(lora) if isinstance(lora, LoraFile) else open_any_kind(Path(lora), check_finite=False)
+            nullcontext(lora) if isinstance(lora, LoraFile) else open_lora(Path(lora), check_finite=False)
         )
         with opened as file:
             placing = place(file, shapes)
@@ -318,8 +321,6 @@ def tensors_of(change: Change) -> Mapping[str, Tensor]:
         return {"up": change.up, "down": change.down}
     if isinstance(change, DoraChange):
         return {**tensors_of(change.direction), "dora_scale": change.magnitude}
-    if isinstance(change, OpaqueChange):
-        return change.parts
     if isinstance(change, Adapter):
         return {_patch_name(name): tensor for name, tensor in change.parts.items()}
     return {}

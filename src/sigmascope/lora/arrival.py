@@ -33,7 +33,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import WEIGHT, block_of_module, block_position
 from sigmascope.lora.parallel import run_layers_in_order
-from sigmascope.lora.reader import open_any_kind
+from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import verdict_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding, JsonScalar
@@ -237,7 +237,7 @@ def arrivals(
         LoraFormatError: It follows no known format.
     """
     found: dict[str, Arrival] = {}
-    with open_any_kind(Path(lora)) as file:
+    with open_lora(Path(lora)) as file:
         shapes = shapes_of(base)
         placing = place(file, shapes)
         own = file if placing.lora is None else placing.lora

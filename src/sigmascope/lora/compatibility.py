@@ -34,7 +34,7 @@ from sigmascope.lora.module_names import (
     parse_name,
     title_of,
 )
-from sigmascope.lora.reader import open_any_kind
+from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import (
     LoraVerdict,
     ModuleVerdict,
@@ -103,7 +103,7 @@ def _opened(lora: str | PathLike[str] | LoraFile) -> Iterator[tuple[LoraFile, tu
         return
     with open_checkpoint(Path(lora)) as checkpoint:
         keys = tuple(checkpoint.keys())
-    with open_any_kind(Path(lora)) as file:
+    with open_lora(Path(lora)) as file:
         yield file, keys
 
 

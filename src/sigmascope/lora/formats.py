@@ -48,7 +48,7 @@ from sigmascope.lora.layer_names import renamed
 from sigmascope.lora.linalg import is_convolution
 from sigmascope.units import counted
 
-FLAT_PREFIXES: Final = ("lora_", "lycoris_")
+FLAT_PREFIXES: Final = ("lora_", "lycoris_", "oft_unet_")
 """How kohya's names begin."""
 
 # What a module's tensors are, and how their keys end.
@@ -58,6 +58,8 @@ MAGNITUDE: Final = "lora_magnitude_vector"
 UP_BIAS: Final = "lora_up.bias"
 EMBEDDING_UP: Final = "lora_embedding_B"
 EMBEDDING_DOWN: Final = "lora_embedding_A"
+LATENT: Final = "lora_latent_mapping.weight"
+"""LoRA-XS' r×r matrix between the factors (Bałazy et al., arXiv 2405.17604)."""
 
 # Of changes that depend on the weight. (IA)³'s `weight` is told by the `on_input` beside it.
 _BASE_ROLES: Final = sorted(
@@ -73,6 +75,7 @@ _KEY: Final = re.compile(
     r"|\.lora_linear_layer\.(?:up|down)\.weight"
     r"|\.lora_[AB](?:(?:\.[^.]+){0,2}\.(?:weight|bias))?"
     r"|\.lora_embedding_[AB](?:\.[^.]+)?"
+    r"|(?:\.default)?_lora_latent_mapping\.weight"
     r"|\.lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?"
     r"|\.hada_(?:w[12]_[ab]|t[12])(?:\.[^.]+)?"
     r"|\.lokr_(?:w[12](?:_[ab])?|t2)(?:\.[^.]+)?"
@@ -103,7 +106,9 @@ _REFUSED: Final = (
     (re.compile(r".*\.reshape_weight"), "another size for the weight (reshape_weight)"),
 )
 Kind = str
-"""`lora`, `embedding`, `tucker`, `loha`, `lokr`, `diff`, `set`, `up_bias`, or one of `BASE_CHANGES`."""
+"""`lora`, `lora_xs`, `embedding`, `tucker`, `loha`, `lokr`, `diff`, `set`, `up_bias`, or one of `BASE_CHANGES`."""
+PLAIN_KINDS: Final = frozenset({"lora", "lora_xs", "embedding"})
+"""Those that are read as one up and one down factor."""
 
 _PARTNERS: Final = (("lora_up", "lora_down"), ("lora_B", "lora_A"), (".up.", ".down."), ("_B", "_A"))
 
@@ -554,6 +559,10 @@ def _role(words: list[str]) -> tuple[str, list[str]]:
     first, *rest = words
     if first in _KOHYA_FACTORS:
         return f"{first}.weight", []
+    if f"{first}.weight".endswith(LATENT):
+        return LATENT, []
+    if first == "oft_blocks" and rest and rest[0].isdecimal():
+        return f"{first}.{rest[0]}", []
     if first in {"lora", "lora1", "lora2", "lora_linear_layer"}:
         return _ROLES[rest[0]], []
     if first in _GLORA_FACTORS:
@@ -608,7 +617,7 @@ class Entry:
     @property
     def is_plain(self) -> bool:
         """Whether it is plain factors, and so one of `LoraFile.modules`."""
-        return self.magnitude is None and self.kind in {"lora", "embedding"}
+        return self.magnitude is None and self.kind in PLAIN_KINDS
 
 
 def entries_of(path: Path, groups: KeyGroups) -> list[Entry]:
@@ -634,7 +643,7 @@ def _entries(path: Path, name: str, group: dict[str, str], groups: KeyGroups) ->
     magnitudes = [role for role in (DORA, MAGNITUDE) if role in group]
     entries = []
     for kind, roles in kinds.items():
-        if kind in {"lora", "embedding", "tucker"}:
+        if kind in PLAIN_KINDS | {"tucker"}:
             _require_partners(path, name, group, kind)
         scaled = kind not in {"diff", "set"}
         magnitude = group[magnitudes[0]] if magnitudes and scaled else None
@@ -649,9 +658,9 @@ def _entries(path: Path, name: str, group: dict[str, str], groups: KeyGroups) ->
 
 def _kinds(group: Mapping[str, str]) -> dict[Kind, dict[str, str]]:
     """The roles of each kind of weight change that a module has tensors of."""
-    plain: Kind = "tucker" if MID in group else "lora"
+    plain: Kind = "tucker" if MID in group else "lora_xs" if LATENT in group else "lora"
     by_kind: dict[Kind, tuple[str, ...]] = {
-        plain: (UP, DOWN, MID),
+        plain: (UP, DOWN, MID, LATENT),
         "embedding": (EMBEDDING_UP, EMBEDDING_DOWN),
         "loha": tuple(role for role in group if role.startswith("hada_")),
         "lokr": tuple(role for role in group if role.startswith("lokr_")),

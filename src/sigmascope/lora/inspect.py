@@ -26,7 +26,7 @@ from sigmascope.lora.layer_names import block_position
 from sigmascope.lora.linalg import root_sum_square
 from sigmascope.lora.module_strength import ModuleStrength, measured_module
 from sigmascope.lora.parallel import run_layers
-from sigmascope.lora.reader import any_kind_in, open_any_kind
+from sigmascope.lora.reader import any_kind_in, open_lora
 from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, verdict_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
@@ -258,7 +258,7 @@ def relative_strengths(
         The effects by the file's module names. For a fused module, ‖W‖ is that of all its weights together.
     """
     effects: dict[str, Effect] = {}
-    with open_any_kind(Path(lora)) as file:
+    with open_lora(Path(lora)) as file:
         for module in verdict.matched:
             effects[module.name] = _effect(file, module, model)
             progress(len(effects), len(verdict.matched), module.name)

@@ -241,7 +241,9 @@ def _block_in(name: str) -> str:
     layer = _LAYER.search(name)
     if layer is not None:
         return f"{layer[0][: -len(layer[1]) - 1]}.{layer[1]}"
-    path = re.sub(r"^(?:lora_unet_|denoiser\.|(?:model\.)?diffusion_model\.|transformer\.|unet\.)", "", name)
+    path = re.sub(
+        r"^(?:lora_unet_|oft_unet_|denoiser\.|(?:model\.)?diffusion_model\.|transformer\.|unet\.)", "", name
+    )
     return re.split(r"[._]", path, maxsplit=1)[0]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.hosts import HOSTS, HostReading, host_readings, strengths_in_words
 from sigmascope.lora.module_names import file_family, title_of
-from sigmascope.lora.reader import open_any_kind
+from sigmascope.lora.reader import open_lora
 from sigmascope.units import counted
 
 _HOST_OF_FORMAT: Final = {"peft": "diffusers", "comfyui": "comfyui", "kohya": "comfyui"}
@@ -71,7 +71,7 @@ def stated_loads(path: Path) -> Loads:
         CheckpointError: The file is damaged.
     """
     try:
-        with open_any_kind(path, check_finite=False) as lora:
+        with open_lora(path, check_finite=False) as lora:
             told, count = file_family(lora), len(lora.names)
         if told.family == "lbm":
             return Loads("lbm", told.doubt, own_modules=count)

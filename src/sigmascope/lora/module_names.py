@@ -85,6 +85,7 @@ _FLAT_STARTS: Final[dict[str, tuple[Part, ...]]] = {
     "lora_unet_": ("denoiser",),
     "lora_transformer_": ("denoiser",),
     "lycoris_": ("denoiser",),
+    "oft_unet_": ("denoiser",),
     "lora_te_": ("text_encoder", "text_encoder_2"),
     "lora_te1_": ("text_encoder",),
     "lora_te2_": ("text_encoder_2", "text_encoder"),

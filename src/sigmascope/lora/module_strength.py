@@ -26,7 +26,6 @@ from sigmascope.lora.linalg import (
     root_sum_square,
     stable_rank,
 )
-from sigmascope.lora.reader import OpaqueChange
 
 __all__ = ["ModuleStrength", "TensorFacts", "measured_module", "stored_tensors"]
 
@@ -203,7 +202,7 @@ def stored_tensors(change: LoraFactors | WeightChange) -> Mapping[str, Tensor]:
         return {"up": change.up, "down": change.down}
     if isinstance(change, DoraChange):
         return {**stored_tensors(change.direction), "magnitude": change.magnitude}
-    return change.parts if isinstance(change, Adapter | OpaqueChange) else {}
+    return change.parts if isinstance(change, Adapter) else {}
 
 
 def _facts_of(tensors: Mapping[str, Tensor]) -> tuple[TensorFacts, ...]:

@@ -1,8 +1,7 @@
 """Read a LoRA file of any format.
 
 `open_lora` reads names, shapes and ranks from the header, and a module's tensors when it is asked for; `load_lora` reads
-the whole file into memory. `open_any_kind` also opens OFT, BOFT and GLoRA files, which ComfyUI applies: their modules
-can be named and judged, but not formed (`OpaqueChange`).
+the whole file into memory.
 
 A module's own alpha overrides PEFT's configuration; without either, the scale is 1. diffusers writes the configuration
 of each component as JSON into the header (`lora_adapter_metadata`: `unet.r`, `unet.lora_alpha`, …), PEFT writes
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -43,14 +42,15 @@ from sigmascope.lora.adapters import (
     magnitudes_per_output,
     require_magnitudes,
     scale_of,
+    shapes_error,
 )
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.formats import (
-    COMFYUI_STARTS,
     EMBEDDING_DOWN,
     EMBEDDING_UP,
-    FLAT_PREFIXES,
+    LATENT,
+    PLAIN_KINDS,
     UP_BIAS,
     Entry,
     Kind,
@@ -73,18 +73,6 @@ _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
 }
 _SHARING_KEYS: Final = {"OftChange": ("OftChange", "BoftChange")}
 """Kinds whose keys end alike; the shapes of their tensors tell which it is."""
-
-
-# Keys of OFT, BOFT and GLoRA.
-_OPAQUE_KEY: Final = re.compile(
-    r"(?P<name>.+)\.(?P<end>oft_blocks|oft_diag|boft_blocks|[ab][12]\.weight|rescale|alpha|dora_scale)"
-)
-_ROTATION_KEYS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
-_GLORA_KEYS: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
-_OPAQUE_PARTS: Final = dict.fromkeys(_ROTATION_KEYS, "blocks") | {
-    end: end.removesuffix(".weight") for end in _GLORA_KEYS
-}
-_BOFT_AXES: Final = 4  # of BOFT's blocks; OFT's have three
 
 
 @contextmanager
@@ -251,14 +239,14 @@ class EntryReader:
             self._require_numbers(info.name, info.dtype)
         shape, rank = self._shape_and_rank(entry)
         parameters = sum(prod(info.shape) for role, info in infos.items() if _is_value(entry, role))
-        kind = "diff" if entry.kind == "up_bias" else entry.kind
+        kind = {"up_bias": "diff", "embedding": "lora"}.get(entry.kind, entry.kind)
         if entry.kind in BASE_CHANGES:
             kind = self._adapter_type(entry).kind
         if entry.magnitude is not None:
             magnitudes = self.checkpoint.info(entry.magnitude)
             self._require_numbers(magnitudes.name, magnitudes.dtype)
             parameters, kind = parameters + prod(magnitudes.shape), "dora"
-        return ModuleFacts("lora" if entry.is_plain else kind, shape, rank, parameters)
+        return ModuleFacts(kind, shape, rank, parameters)
 
     def factors(self, entry: Entry) -> LoraFactors:
         """Read a plain entry.
@@ -276,6 +264,10 @@ class EntryReader:
             )
         else:
             up, down = (self._tensor(entry.roles[role]).flatten(1) for role in (UP, DOWN))
+        if LATENT in entry.roles:
+            latent = self._tensor(entry.roles[LATENT])
+            compute = at_least_float32(up.dtype, latent.dtype)
+            up = up.to(compute) @ latent.to(compute)
         with self._named(entry):
             return LoraFactors(up, down, self._alpha(entry, rank, shape), shape)
 
@@ -283,8 +275,7 @@ class EntryReader:
         """Read an entry that is more than plain factors; raises what `factors` does."""
         if entry.magnitude is None:
             return self._adapter(entry)
-        plain = entry.kind in {"lora", "embedding"}
-        direction = self.factors(entry) if plain else self._adapter(entry)
+        direction = self.factors(entry) if entry.kind in PLAIN_KINDS else self._adapter(entry)
         magnitude = self._tensor(entry.magnitude)
         with self._named(entry):
             return DoraChange(direction, magnitude, self._per_output(entry, direction.weight_shape))
@@ -354,8 +345,10 @@ class EntryReader:
         """Raises LoraFormatError for tensors that do not fit together."""
         shapes = {role: self.checkpoint.info(key).shape for role, key in entry.roles.items()}
         with self._named(entry):
-            if entry.kind == "lora":
+            if entry.kind in {"lora", "lora_xs"}:
                 facts = AdapterFacts(_plain_shape(shapes[UP], shapes[DOWN]), shapes[DOWN][0])
+                if LATENT in shapes and shapes[LATENT] != (facts.rank, facts.rank):
+                    raise shapes_error(shapes, UP, LATENT, DOWN)
             elif entry.kind == "embedding":
                 entries, width = shapes[EMBEDDING_DOWN][1], shapes[EMBEDDING_UP][0]
                 facts = AdapterFacts((entries, width), shapes[EMBEDDING_DOWN][0])
@@ -364,6 +357,8 @@ class EntryReader:
             else:
                 facts = self._adapter_type(entry).facts(shapes)
             if entry.magnitude is not None:
+                if not facts.weight_shape:
+                    raise LoraFormatError(f"{entry.magnitude} stands beside a change of kind {entry.kind}.")
                 count = prod(self.checkpoint.info(entry.magnitude).shape)
                 per_output = self._per_output(entry, facts.weight_shape)
                 require_magnitudes(count, facts.weight_shape, per_output=per_output)
@@ -423,102 +418,9 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
     return (up[0], *down[1:])
 
 
-@contextmanager
-def open_any_kind(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
-    """Open a LoRA file as `open_lora` does, or one that holds only OFT, BOFT and GLoRA; raises what `open_lora` does."""
-    with open_checkpoint(path) as checkpoint:
-        yield any_kind_in(checkpoint, check_finite=check_finite)
-
-
 def any_kind_in(checkpoint: Checkpoint, *, check_finite: bool = True) -> LoraFile:
-    """The LoRA in an open file, as `open_any_kind` gives it; raises what `open_lora` does."""
-    lora = _opaque_file(checkpoint)
-    if lora is None:
-        lora = _lazy_file(checkpoint, check_finite=check_finite, keep_float8=False)
-    return lora
-
-
-def _opaque_file(checkpoint: Checkpoint) -> LoraFile | None:
-    """The modules of a file that holds only OFT, BOFT or GLoRA; None for any other file."""
-    groups: dict[str, dict[str, str]] = {}
-    for key in checkpoint:
-        match = _OPAQUE_KEY.fullmatch(key)
-        if match is None:
-            return None
-        groups.setdefault(match["name"], {})[match["end"]] = key
-    facts = {name: _opaque_facts(checkpoint, ends) for name, ends in groups.items()}
-    known = {name: module for name, module in facts.items() if module is not None}
-    if not groups or len(known) < len(groups):
-        return None
-    first = next(iter(groups))
-    dotted = "comfyui" if first.startswith(COMFYUI_STARTS) else "native"
-    return LoraFile(
-        modules={},
-        metadata=dict(checkpoint.metadata),
-        path=checkpoint.path,
-        format="kohya" if first.startswith(FLAT_PREFIXES) and "." not in first else dotted,
-        changes=LazyDict(
-            {name: name for name in groups},
-            lambda name: _opaque_change(checkpoint, known[name], groups[name]),
-        ),
-        facts=known,
-    )
-
-
-def _opaque_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
-    shapes = {end: checkpoint.info(key).shape for end, key in ends.items()}
-    parameters = sum(prod(shape) for end, shape in shapes.items() if end != "alpha")
-    blocks = next((shapes[end] for end in _ROTATION_KEYS if end in shapes), None)
-    if blocks is not None:  # they tell the weight's number of rows, but not its shape
-        return ModuleFacts("boft" if len(blocks) == _BOFT_AXES else "oft", (), None, parameters)
-    if not all(end in shapes for end in _GLORA_KEYS):
-        return None
-    b1, b2 = (shapes[end] for end in _GLORA_KEYS[2:])
-    if b1[1] == b2[0]:  # b1·b2, as GLoRA's factors are ordered now
-        return ModuleFacts("glora", (b1[0], *b2[1:]), b2[0], parameters)
-    return ModuleFacts("glora", (b2[0], *b1[1:]), b1[0], parameters)
-
-
-def _opaque_change(checkpoint: Checkpoint, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:
-    """Raises NonFiniteError for NaN or Inf."""
-    parts: dict[str, Tensor] = {}
-    for end, key in ends.items():
-        parts[_OPAQUE_PARTS.get(end, end)] = tensor = checkpoint.tensor(key)
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteError(f"{checkpoint.path}: {key} holds NaN or Inf.")
-    parts.pop("alpha", None)
-    return OpaqueChange(facts.kind, facts.weight_shape, facts.parameters, parts)
-
-
-@dataclass(frozen=True, eq=False)
-class OpaqueChange:
-    """The tensors of an OFT, BOFT or GLoRA change, which is not formed from its file.
-
-    Attributes:
-        kind: `oft`, `boft` or `glora`.
-        weight_shape: Of the weight; () if its tensors do not tell.
-        parameters: Number of stored values.
-        parts: Its tensors, named as in `AppliedPatch.tensors`.
-    """
-
-    kind: str
-    weight_shape: tuple[int, ...]
-    parameters: int
-    parts: Mapping[str, Tensor]
-
-    needs_base: ClassVar[bool] = True
-
-    def delta(self, base: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Not supported.
-
-        Raises:
-            LoraFormatError: Always.
-        """
-        raise LoraFormatError(f"{self.kind} changes cannot be formed from their file.")
-
-    def frobenius_norm(self, base: Tensor | None = None) -> float:
-        """Not supported; raises what `delta` does."""
-        return float(self.delta(base).norm())
+    """The LoRA in an open file, as `open_lora` gives it; raises what that does."""
+    return _lazy_file(checkpoint, check_finite=check_finite, keep_float8=False)
 
 
 _CONFIG_NAME: Final = "adapter_config.json"

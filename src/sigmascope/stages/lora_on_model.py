@@ -30,7 +30,7 @@ from sigmascope.lora.linalg import as_float64, read_numbers, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.norms_at_once import norms_at_once
 from sigmascope.lora.patches import rank_together, scale_of_patch, sort_patches, strength_of
-from sigmascope.lora.reader import open_any_kind
+from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import LoraVerdict, is_opposed
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
@@ -93,7 +93,7 @@ def _unknown_file(reason: str | None, **known: object) -> LoraFileFacts:
 
 
 def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
-    with open_any_kind(path, check_finite=False) as lora:
+    with open_lora(path, check_finite=False) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
         read_alphas = (attempt(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
         alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
@@ -221,7 +221,7 @@ def _fused_modules(
     path: Path, verdict: LoraVerdict, on_model: AppliedVerdict, samples: Samples
 ) -> Iterator[tuple[str, AppliedModule]]:
     layers = {module.name: module.layers for module in verdict.matched}
-    with open_any_kind(path, check_finite=False) as lora:
+    with open_lora(path, check_finite=False) as lora:
         for module in on_model.missing:
             key, *others = layers.get(module.name) or ("",)
             strength = (

@@ -12,7 +12,7 @@ from sigmascope.lora.kinds.boft import BoftChange, PeftBoftChange
 from sigmascope.lora.kinds.glora import GloraChange
 from sigmascope.lora.kinds.hra import HraChange
 from sigmascope.lora.kinds.ia3 import Ia3BiasChange, Ia3Change, PeftIa3Change
-from sigmascope.lora.kinds.oft import OftChange, PeftOftChange
+from sigmascope.lora.kinds.oft import OftChange, PeftOftChange, SplitOftChange
 from sigmascope.lora.kinds.vera import VeraChange
 
 __all__ = ["BASE_CHANGES", "NEEDS_BASE", "BaseChange"]
@@ -21,6 +21,7 @@ BASE_CHANGES: Final[Mapping[str, type[BaseChange]]] = {
     change.__name__: change
     for change in (
         OftChange,
+        SplitOftChange,
         PeftOftChange,
         BoftChange,
         PeftBoftChange,

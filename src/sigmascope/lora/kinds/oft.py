@@ -5,6 +5,7 @@ PEFT its columns, and the files of one are not those of the other:
 
     LyCORIS, kohya   W' = rescale · Rᵀ·W,  R = (I + Q)(I − Q)⁻¹,  Q = B − Bᵀ of `oft_blocks` (blocks, b, b)
     LyCORIS at first the rotations themselves: `oft_diag`
+    kohya for FLUX   the same part by part of a fused matrix: `oft_blocks.0`, `oft_blocks.1`, … for query, key, value, …
     PEFT             W' = W·Rᵀ,  R ≈ (I − Q)(I + Q)⁻¹, Q with the upper triangle `oft_R` (blocks, b·(b − 1) / 2)
 
 LyCORIS and kohya train with ‖Q‖ limited to alpha · out over all blocks, and without a limit if alpha is 0. ComfyUI (as of
@@ -18,12 +19,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sigmascope.lora.adapters import AdapterFacts, Shapes, shapes_error
+from sigmascope.lora.adapters import AdapterFacts, Shapes, require_parts, shapes_error
 from sigmascope.lora.kinds.base_change import BaseChange
 
 _SKEW_EPSILON = 1e-8  # the guard of LyCORIS and ComfyUI against a division by zero
 _PEFT_TERMS = 5  # PEFT's default for `num_cayley_neumann_terms`
 _PEFT_EPS = 6e-5  # and for `eps`
+_MOST_PARTS = 4  # of a fused matrix: query, key, value and feed-forward
 
 
 class OftChange(BaseChange):
@@ -56,6 +58,34 @@ class OftChange(BaseChange):
         )
         change = turned_rows(base, rotations, 1.0)
         return rescaled(self, compute, base, change)
+
+
+class SplitOftChange(BaseChange):
+    """Rotations of the rows of each part of a fused matrix: `oft_blocks.0` and on, each with its own limit."""
+
+    kind = "oft"
+    roles = tuple(f"oft_blocks.{part}" for part in range(_MOST_PARTS))
+
+    @classmethod
+    def facts(cls, shapes: Shapes) -> AdapterFacts:
+        """Nothing but that the blocks are square, and no part is missing."""
+        _require_square(shapes, 3, *(name for name in cls.roles if name in shapes))
+        require_parts(shapes, *cls.roles[: len(shapes)])
+        return AdapterFacts((), None)
+
+    def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
+        """Rᵀ·W − W in each part's rows."""
+        assert base is not None
+        parts = [self.part(name, compute) for name in self.roles if name in self.parts]
+        rows = [prod(blocks.shape[:2]) for blocks in parts]
+        self.require(sum(rows) == len(base), f"OFT of {sum(rows)} outputs", base)
+        limits = [(self.alpha or 0.0) * count for count in rows]
+        return torch.cat(
+            [
+                turned_rows(weight, cayley(blocks, limit), 1.0)
+                for weight, blocks, limit in zip(base.split(rows), parts, limits, strict=True)
+            ]
+        )
 
 
 class PeftOftChange(BaseChange):
