@@ -1,13 +1,14 @@
 """Carry a LoRA file from one format to another, module by module and without loss.
 
-Changes that the new format cannot hold are approximated by plain factors, if a rank is given; nothing else is cut.
+Changes that the new format cannot hold are approximated by plain factors, if a rank is given; nothing else is cut. With
+the model, changes that depend on its weights are formed of them first, and are whole differences without a rank.
 
 The layer of each module follows from the model if one is given (`named_by_model`), otherwise from the LoRA's own names
 and header (`named_by_itself`).
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -18,7 +19,7 @@ import torch
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
-from sigmascope.lora.adapters import Adapter
+from sigmascope.lora.adapters import Adapter, DiffChange, WeightChange, form_delta
 from sigmascope.lora.alignment import align
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.decompose import FormedChange
@@ -55,7 +56,7 @@ from sigmascope.lora.resize import (
     weighted_error,
 )
 from sigmascope.lora.statistics import RIDGE
-from sigmascope.lora.writer import LoraWriter, storage_dtype
+from sigmascope.lora.writer import LoraWriter, holds, storage_dtype
 from sigmascope.progress import Progress, no_progress
 from sigmascope.units import first_few
 
@@ -157,14 +158,14 @@ def convert_lora(
         target: The `.safetensors` file to write or replace.
         format: "native", "kohya", "peft" or "comfyui".
         model: A checkpoint that the LoRA is for: its layers then say what a flattened name means, and native names
-            are its own.
+            are its own. Changes that depend on the weight (OFT, HRA, …) and that the format cannot hold are formed of it.
         family: Of the model, where neither it nor the LoRA's header and names tell; see `ModelLayout.family`. Beside
             `model`, it says whose names these are, and the model has the shapes.
         prefix: Before the denoiser's names in PEFT's and native format, "" for none.
         dtype: To store factors in; their own when left out.
         drop_unsupported: Leave out what the format cannot hold or has no name for, and say so in the report.
-        rank: Of the plain factors that LoHa, LoKr and whole differences of weights become where the format cannot hold
-            them (PEFT's); 9999 keeps everything.
+        rank: Of the plain factors that changes become where the format cannot hold them: LoHa, LoKr and whole
+            differences of weights in PEFT's, and with the model what depends on its weights; 9999 keeps everything.
         statistics: A file of `sigmascope.lora.statistics` for the LoRA's model: the factors then minimise the error of
             the layers' outputs instead of that of their weights. A fused layer that the format divides is cut as a
             whole, by its weights.
@@ -187,15 +188,20 @@ def convert_lora(
     wanted, path = format_named(format), Path(target)
     check_target(path, _TARGET_ARGUMENT)
     _refuse_without_effect(wanted.name, model, prefix)
-    _refuse_to_cut_nothing(wanted, rank, statistics)
-    with open_lora(Path(source), keep_float8=True) as lora:
-        for file in (source, model):
-            if file is not None:
-                with open_checkpoint(file) as checkpoint:
-                    refuse_inputs(path, checkpoint, flag=_TARGET_ARGUMENT)
+    _refuse_to_cut_nothing(wanted, model, rank, statistics)
+    with ExitStack() as opened:
+        lora = opened.enter_context(open_lora(Path(source), keep_float8=True))
+        base = None if model is None else opened.enter_context(open_checkpoint(model))
+        with open_checkpoint(source) as checkpoint:
+            refuse_inputs(path, checkpoint, flag=_TARGET_ARGUMENT)
+        if base is not None:
+            refuse_inputs(path, base, flag=_TARGET_ARGUMENT)
         if statistics is not None:
             refuse_files(path, [Path(statistics)], _TARGET_ARGUMENT)
-        named = _named(lora, wanted.name, model, family, prefix)
+        if base is None:
+            named = named_by_itself(lora, wanted.name, family=family, prefix=prefix)
+        else:
+            named = _of_model(lora, wanted.name, base, family)
         left_out = list(named.left_out)
         if left_out and not drop_unsupported:
             raise _no_names(lora, left_out)
@@ -229,7 +235,7 @@ def convert_lora(
                 with leaving_out(name):
                     if factors is None:
                         _require_held(wanted, named, name)
-                    _write(writer, named.lora, name, named.layers[name])
+                    _write(writer, named, name)
                 progress(done, len(named.layers), name)
             made = () if factors is None else factors.run()
             for done, (module, factored) in enumerate(made, start=len(whole) + 1):
@@ -266,7 +272,10 @@ def _refuse_without_effect(format: str, model: str | PathLike[str] | None, prefi
 
 
 def _refuse_to_cut_nothing(
-    wanted: LoraFormat, rank: int | None, statistics: str | PathLike[str] | None
+    wanted: LoraFormat,
+    model: str | PathLike[str] | None,
+    rank: int | None,
+    statistics: str | PathLike[str] | None,
 ) -> None:
     if rank is None and statistics is not None:
         raise ConfigError(
@@ -275,9 +284,9 @@ def _refuse_to_cut_nothing(
         )
     if rank is not None:
         require_rank("--rank", rank)
-        if wanted.keys.holds_changes:
+        if wanted.keys.holds_changes and model is None:
             raise ConfigError(
-                f"--rank has no effect: {wanted.name} files hold every change as it is.",
+                f"--rank has no effect: {wanted.name} files hold every change that is known without the model.",
                 hint="Leave it out, or change ranks with sigmascope lora resize.",
             )
 
@@ -299,6 +308,7 @@ class NamedLora:
         blocks: Of the U-Net, if it is one.
         shapes: Of the model's weights, where it is given, by layer.
         family_doubt: As in `ConversionReport`.
+        base: The model, open.
     """
 
     lora: LoraFile
@@ -308,11 +318,31 @@ class NamedLora:
     blocks: UnetBlocks | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     family_doubt: str | None = None
+    base: Checkpoint | None = None
+
+    def key_in_base(self, name: str) -> str | None:
+        """The model's tensor that a change depends on; None if it depends on none, or the model has none or is not given."""
+        if self.base is None or name in self.lora.modules or self.lora.kind_of(name) not in NEEDS_BASE:
+            return None
+        layer = self.layers[name]
+        return next((key for key in (f"{layer}{_WEIGHT}", layer) if key in self.base), None)
+
+    def change(self, name: str) -> WeightChange:
+        """A change as it is stored."""
+        return self.lora.changes[name]
+
+    def formed(self, name: str, key: str) -> DiffChange:
+        """A change that depends on a tensor of the model, as a whole difference."""
+        assert self.base is not None
+        weight = self.base.tensor(key)
+        change = self.change(name)
+        shaped = change.shaped(weight.shape) if isinstance(change, Adapter) else change
+        return DiffChange({"diff": form_delta(name, shaped, weight)})
 
 
 def _require_held(wanted: LoraFormat, named: NamedLora, name: str) -> None:
     """Refuse, by a LoraFormatError, a change that the format cannot hold and that could become plain factors."""
-    if not wanted.keys.holds_changes and _is_factorable(named, name):
+    if not wanted.keys.holds_changes and _is_factorable(named, wanted, name):
         raise LoraFormatError(
             f"{named.layers[name]}: {wanted.name} files cannot hold such a change ({named.lora.kind_of(name)}).",
             hint="Make plain factors of it (--rank 32), write kohya's or ComfyUI's format, or leave it out "
@@ -320,11 +350,19 @@ def _require_held(wanted: LoraFormat, named: NamedLora, name: str) -> None:
         )
 
 
-def _is_factorable(named: NamedLora, name: str) -> bool:
-    """Whether a layer's change is more than plain factors and can become such, at a loss, without the base."""
-    if name in named.lora.modules or named.lora.kind_of(name) in NEEDS_BASE | {"tucker"}:
+def _is_factorable(named: NamedLora, wanted: LoraFormat, name: str) -> bool:
+    """Whether a layer's change is more than the format can hold, and can become plain factors at a loss."""
+    if name in named.lora.modules or named.lora.kind_of(name) == "tucker":
         return False
-    return is_layer(f"{named.layers[name]}{_WEIGHT}", named.lora.shape_of(name))
+    shape = named.lora.shape_of(name)
+    if named.lora.kind_of(name) in NEEDS_BASE:
+        key = named.key_in_base(name)
+        if key is None or holds(wanted, named.change(name)):
+            return False
+        shape = named.shapes.get(named.layers[name], ())
+    elif wanted.keys.holds_changes:
+        return False
+    return is_layer(f"{named.layers[name]}{_WEIGHT}", shape)
 
 
 @dataclass(frozen=True)
@@ -362,7 +400,7 @@ class _Factors:
             CheckpointError, ModelMismatchError: As of `Metrics.read`.
         """
         shapes, paths = {}, {}
-        for name in filter(partial(_is_factorable, named), named.layers):
+        for name in filter(partial(_is_factorable, named, format), named.layers):
             layer = named.layers[name]
             shapes[name] = named.shapes.get(layer, named.lora.shape_of(name))
             path = None
@@ -383,7 +421,9 @@ class _Factors:
                 shapes[name] = (out, inner // side**2, side, side)
         if not shapes:
             raise ConfigError(
-                "--rank has no effect: the file holds no LoHa, LoKr or whole difference of a weight.",
+                "--rank has no effect: the file holds no LoHa, LoKr or whole difference of a weight."
+                if not format.keys.holds_changes
+                else f"--rank has no effect: {format.name} files hold every change of this file as it is.",
                 hint="Leave it out, or change ranks with sigmascope lora resize.",
             )
         metrics = None
@@ -409,7 +449,8 @@ class _Factors:
         return resizer.run(no_progress)
 
     def _load(self, name: str, _: int) -> FormedChange:
-        change = self.named.lora.changes[name]
+        key = self.named.key_in_base(name)
+        change = self.named.change(name) if key is None else self.named.formed(name, key)
         shaped = change.shaped(self.shapes[name]) if isinstance(change, Adapter) else change
         return form_change(name, shaped, self.dtype, self.metrics)
 
@@ -418,17 +459,12 @@ def _rank_plan(rank: int) -> RankPlan:
     return RankPlan(RankRules(FixedRank(rank, rank)))
 
 
-def _named(
-    lora: LoraFile, format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
-) -> NamedLora:
-    if model is None:
-        return named_by_itself(lora, format, family=family, prefix=prefix)
-    with open_checkpoint(model) as checkpoint:
-        named = named_by_model(lora, checkpoint, family)
-        if format == "peft" and not is_of_diffusers(Path(model)):
-            layers = _denoiser_shapes(checkpoint, named.layout)
-            _require_family(checkpoint.path.name, format, named.layout, layers)
-        return named
+def _of_model(lora: LoraFile, format: str, model: Checkpoint, family: str | None) -> NamedLora:
+    named = named_by_model(lora, model, family)
+    if format == "peft" and not is_of_diffusers(model.path):
+        layers = _denoiser_shapes(model, named.layout)
+        _require_family(model.path.name, format, named.layout, layers)
+    return replace(named, base=model)
 
 
 def _denoiser_shapes(checkpoint: Checkpoint, layout: ModelLayout) -> dict[str, tuple[int, ...]]:
@@ -467,11 +503,19 @@ def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
     )
 
 
-def _write(writer: LoraWriter, lora: LoraFile, name: str, layer: str) -> None:
-    if name in lora.modules:
-        writer.write(layer, lora.modules[name])
-    else:
-        writer.write_change(layer, lora.changes[name])
+def _write(writer: LoraWriter, named: NamedLora, name: str) -> None:
+    """Write a change as it is stored, or, where only the model tells it in this format, as a whole difference."""
+    layer = named.layers[name]
+    if name in named.lora.modules:
+        writer.write(layer, named.lora.modules[name])
+        return
+    key = named.key_in_base(name)
+    if key is None and named.base is not None and named.lora.kind_of(name) == "ia3" and layer.endswith(_BIAS):
+        return  # it scales a bias, and the layer has none
+    change = named.change(name)
+    writer.write_change(
+        layer, change if key is None or holds(writer.format, change) else named.formed(name, key)
+    )
 
 
 def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = None) -> NamedLora:

@@ -39,7 +39,7 @@ from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Row, UnetBlocks
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
-from sigmascope.lora.formats import FactorKeys, alphas_mislead, format_named, peft_header
+from sigmascope.lora.formats import FactorKeys, LoraFormat, alphas_mislead, format_named, peft_header
 from sigmascope.lora.kinds import BaseChange
 from sigmascope.lora.layer_names import blocks_of_model
 from sigmascope.lora.linalg import (
@@ -273,15 +273,15 @@ class LoraWriter:
         if isinstance(change, TuckerChange) and not keys.holds_changes:
             self.write(name, change.factors())
             return
-        if not isinstance(change, Adapter | DoraChange) or not _holds(keys, change):
+        if not isinstance(change, Adapter | DoraChange) or not holds(self.format, change):
+            hint = "Write kohya's or ComfyUI's format, or leave such changes out."
+            if isinstance(change, BaseChange):
+                hint = (
+                    "Give the model that it is for, which makes factors or a whole difference of it: "
+                    "sigmascope lora convert --model."
+                )
             raise LoraFormatError(
-                f"{name}: {self.format.name} files cannot hold such a change ({change.kind}).",
-                hint="Write kohya's or ComfyUI's format, or leave such changes out.",
-            )
-        if isinstance(change, BaseChange) and not change.lycoris_keys:
-            raise LoraFormatError(
-                f"{name}: only PEFT's own files hold such a change ({change.kind}), and no {self.format.name} file does.",
-                hint="Merge it into the model's checkpoint: sigmascope lora merge --into.",
+                f"{name}: {self.format.name} files cannot hold such a change ({change.kind}).", hint=hint
             )
         if self._own_names is not None:
             module = self._own_names[name].removesuffix(_BIAS)
@@ -579,8 +579,11 @@ def _adapter_tensors(change: Adapter) -> dict[str, Tensor]:
     return tensors
 
 
-def _holds(keys: FactorKeys, change: Adapter | DoraChange) -> bool:
-    """Whether a format can hold a change that is more than plain factors."""
+def holds(lora_format: LoraFormat, change: WeightChange) -> bool:
+    """Whether a format can hold a change that is more than plain factors, as it is."""
+    keys = lora_format.keys
+    if isinstance(change, BaseChange):
+        return keys.holds_changes and change.lycoris_keys
     is_plain = (
         isinstance(change, DoraChange) and isinstance(change.direction, LoraFactors) and change.per_output
     )

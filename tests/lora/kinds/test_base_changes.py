@@ -62,6 +62,106 @@ def test_a_file_that_peft_saved_merges_as_peft_merges_it(tmp_path: Path, kind: s
     assert (expected["first.weight"] - before).norm() > 0.1 * before.norm()
 
 
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")  # PEFT's, of BOFT
+@pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1")
+@pytest.mark.parametrize("kind", ["oft", "boft", "ia3", "hra", "vera"])
+def test_with_the_model_what_only_peft_holds_becomes_a_difference_or_factors(
+    tmp_path: Path, kind: str
+) -> None:
+    torch.manual_seed(0)
+    net = Net(kind)
+    before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    save_file(before, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"_diffusers_version": "0.42"}')
+    model: Any = get_peft_model(net, BY_PEFT[kind])
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        parameter.data = torch.randn_like(parameter) * 0.3
+    model.save_pretrained(tmp_path / "lora")
+    after = model.merge_and_unload().state_dict()
+    changes = {key: (after[key] - tensor).detach() for key, tensor in before.items()}
+    given = {"model": tmp_path / "model.safetensors", "drop_unsupported": True}
+    source, made = tmp_path / "lora" / "adapter_model.safetensors", tmp_path / "made.safetensors"
+
+    convert_lora(source, made, "kohya", **given)
+    with open_lora(made) as lora:
+        assert {lora.kind_of(name) for name in lora.names} == {"diff"}
+        for key, change in changes.items():
+            delta = lora.change(f"lora_unet_{key.removesuffix('.weight').replace('.weight', '')}").delta()
+            torch.testing.assert_close(delta, change, rtol=1e-4, atol=1e-5)
+
+    report = convert_lora(source, made, "peft", rank=2, **given)
+    least = torch.linalg.svdvals(changes["first.weight"])[2:].square().sum().sqrt()
+    norm = changes["first.weight"].norm()
+    assert report.relative_error == pytest.approx(float(least / norm), rel=1e-2)
+    with open_lora(made) as lora:
+        left = changes["first.weight"] - lora.modules["transformer.first"].delta()
+    assert float(left.norm()) == pytest.approx(float(least), rel=1e-2)
+
+
+def test_with_the_model_a_rank_makes_factors_of_what_kohyas_files_cannot_hold(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight, rows = torch.randn(12, 8), torch.randn(12, 1)
+    save_file({"first.weight": weight}, tmp_path / "model.safetensors")
+    save_file({"base_model.model.first.ia3_l": rows}, tmp_path / "lora.safetensors")
+    made = tmp_path / "made.safetensors"
+    convert_lora(
+        tmp_path / "lora.safetensors", made, "kohya", model=tmp_path / "model.safetensors", rank=9999
+    )
+    with open_lora(made) as lora:
+        assert set(lora.names) == {"lora_unet_first"}
+        delta = lora.modules["lora_unet_first"].delta()
+    torch.testing.assert_close(delta, weight * (rows - 1.0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", ["q_proj.default_lora_latent_mapping", "q_proj_lora_latent_mapping"])
+def test_lora_xs_changes_a_weight_by_all_three_of_its_matrices(tmp_path: Path, key: str) -> None:
+    """As the authors' `get_delta_weight` multiplies them, under the names of PEFT 0.21 and of 0.10."""
+    torch.manual_seed(0)
+    down, latent, up = torch.randn(3, 8), torch.randn(3, 3), torch.randn(12, 3)
+    start = "base_model.model.layers.0.self_attn."
+    tensors = {"q_proj.lora_A": down, key: latent, "q_proj.lora_B": up}
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({f"{start}{name}.weight": tensor for name, tensor in tensors.items()}, path)
+    (tmp_path / "adapter_config.json").write_text('{"r": 3, "lora_alpha": 6}')
+    with open_lora(path) as lora:
+        (name,) = lora.names
+        delta, kind = lora.modules[name].delta(), lora.kind_of(name)
+        assert (name, kind, lora.unused_keys) == ("layers.0.self_attn.q_proj", "lora_xs", ())
+    torch.testing.assert_close(delta, 2.0 * up @ latent @ down)
+
+
+@pytest.mark.parametrize("missing", ["lora_A", "lora_B"])
+def test_lora_xs_without_its_projections_is_refused(tmp_path: Path, missing: str) -> None:
+    shapes = {"lora_A": (3, 8), "lora_B": (12, 3), "default_lora_latent_mapping": (3, 3)}
+    state = {f"q.{name}.weight": torch.ones(shape) for name, shape in shapes.items() if name != missing}
+    save_file(state, tmp_path / "lora.safetensors")
+    with pytest.raises(LoraFormatError, match=missing), open_lora(tmp_path / "lora.safetensors"):
+        pass
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 10.0])
+def test_kohyas_oft_of_flux_turns_each_part_of_a_fused_matrix(tmp_path: Path, alpha: float) -> None:
+    """As `networks/oft_flux.py` of sd-scripts has it, with a limit for each part."""
+    torch.manual_seed(0)
+    weight, blocks = torch.randn(16, 6), [torch.randn(2, size, size) for size in (2, 2, 4)]
+    name = "oft_unet_single_blocks_1_linear1"
+    state = {f"{name}.oft_blocks.{part}": tensor for part, tensor in enumerate(blocks)}
+    save_file(state | {f"{name}.alpha": torch.tensor(alpha)}, tmp_path / "lora.safetensors")
+    expected = []
+    for rows, part in zip(weight.split([4, 4, 8]), blocks, strict=True):
+        skew = part - part.transpose(1, 2)
+        norm = torch.norm(skew.flatten())
+        skew = skew * ((torch.clamp(norm, max=alpha * len(rows)) + 1e-8) / (norm + 1e-8))
+        identity = torch.eye(part.shape[-1]).expand_as(part)
+        rotation = torch.matmul(identity + skew, (identity - skew).inverse())
+        grouped = rows.reshape(2, part.shape[-1], 6)
+        expected.append(torch.einsum("knm,knp->kmp", rotation, grouped).reshape(rows.shape))
+    with open_lora(tmp_path / "lora.safetensors") as lora:
+        assert (lora.format, lora.names, lora.unused_keys) == ("kohya", (name,), ())
+        delta = lora.changes[name].delta(weight)
+    torch.testing.assert_close(weight + delta, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
 def by_lycoris(kind: str, layer: nn.Module) -> Any:
     from lycoris.modules.boft import ButterflyOFTModule
     from lycoris.modules.diag_oft import DiagOFTModule
@@ -131,8 +231,9 @@ def test_what_kohyas_files_hold_keeps_its_change_in_a_conversion(tmp_path: Path,
     torch.testing.assert_close(delta, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_peft_rotations_are_not_written_where_no_host_reads_them(tmp_path: Path) -> None:
+def test_without_the_model_peft_rotations_are_not_written_where_no_host_reads_them(tmp_path: Path) -> None:
     save_file({"unet.time_embedding.linear_1.oft_R.weight": torch.ones(2, 6)}, tmp_path / "lora.safetensors")
-    with pytest.raises(LoraFormatError, match="only PEFT's own files"):
+    with pytest.raises(LoraFormatError, match="kohya files cannot hold") as raised:
         convert_lora(tmp_path / "lora.safetensors", tmp_path / "new.safetensors", "kohya", family="sdxl")
+    assert "--model" in (raised.value.hint or "")
     assert not (tmp_path / "new.safetensors").exists()
