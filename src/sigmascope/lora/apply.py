@@ -2,11 +2,13 @@
 
 Each layer also runs the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
 convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1. A change that is more than
-up and down is formed once from the weight as it is then, and runs as one such layer: y = W·x + scale · ΔW·x.
+up and down is formed once from the weight as it is then, and runs as one such layer: y = W·x + scale · ΔW·x. The change of
+a bias is added to the output.
 """
 
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,6 +31,7 @@ from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.live_layers import (
     Layer,
     LoraTarget,
+    Place,
     finite_scale,
     for_this_model,
     formed_for,
@@ -36,6 +39,7 @@ from sigmascope.lora.live_layers import (
     log_unapplied,
     match_modules,
     modules_of,
+    tensor_of,
     weight_shape_of,
 )
 from sigmascope.lora.reader import load_lora
@@ -208,16 +212,17 @@ class AttachedLora:
         self._strength = Strength(finite_scale(scale), path)
         paths = {layer: path for path, layer in layers_of(model)}
         file = "" if path is None else f"{path}: "
-        self._branches: dict[Layer, LoraBranch[SwappableFactors]] = {
-            layer: LoraBranch(target.name, _placed(file + target.name, target.change, layer), self._strength)
+        self._branches: dict[Place, LoraBranch[SwappableFactors]] = {
+            place: LoraBranch(target.name, _placed(file + target.name, target.change, place), self._strength)
             for target in targets
-            for layer in target.layers
+            for place in target.places
         }
-        self._paths = {layer: paths[layer] for layer in self._branches}
+        self._paths = {place: paths[place.layer] for place in self._branches}
         self._blocks: dict[str, float] = {}
         self.blocks = blocks or {}
         self._handles: list[RemovableHandle] = [
-            layer.register_forward_hook(branch, with_kwargs=True) for layer, branch in self._branches.items()
+            place.layer.register_forward_hook(branch, with_kwargs=True)
+            for place, branch in self._branches.items()
         ]
 
     @property
@@ -236,8 +241,8 @@ class AttachedLora:
                     hint=f"The nearest layers are {first_few(nearest)}.",
                 )
         self._blocks = dict(weights)
-        for layer, branch in self._branches.items():
-            branch.weigh(_weight_in(self._blocks, self._paths[layer]))
+        for place, branch in self._branches.items():
+            branch.weigh(_weight_in(self._blocks, self._paths[place]))
 
     def swap(self, lora: LoraFile | str | Path) -> None:
         """Put another LoRA in this one's place, with the scale and weights as they are; compiled code stays valid.
@@ -254,12 +259,12 @@ class AttachedLora:
         lora = lora if isinstance(lora, LoraFile) else load_lora(lora)
         own, left_out = for_this_model(self._model, lora)
         targets = match_modules(self._model, own, any_kind=True)
-        changes = {layer: target for target in targets for layer in target.layers}
-        beyond = [target.name for layer, target in changes.items() if layer not in self._branches]
+        changes = {place: target for target in targets for place in target.places}
+        beyond = [target.name for place, target in changes.items() if place not in self._branches]
         larger = [
             target.name
-            for layer, target in changes.items()
-            if layer in self._branches and not self._branches[layer].factors.takes(target.change)
+            for place, target in changes.items()
+            if place in self._branches and not self._branches[place].factors.takes(target.change)
         ]
         if beyond or larger:
             what = "are not among those attached" if beyond else "do not fit into the attached ranks"
@@ -270,13 +275,13 @@ class AttachedLora:
         file = "" if lora.path is None else f"{lora.path}: "
         with torch.inference_mode(mode=False), torch.no_grad():
             placed = {
-                layer: branch.factors.replaced(
-                    file + branch.name, changes[layer].change if layer in changes else None, layer
+                place: branch.factors.replaced(
+                    file + branch.name, changes[place].change if place in changes else None, place
                 )
-                for layer, branch in self._branches.items()
+                for place, branch in self._branches.items()
             }
-        for layer, branch in self._branches.items():
-            branch.factors = placed[layer]
+        for place, branch in self._branches.items():
+            branch.factors = placed[place]
             branch.weigh(branch.weight)
         self.applied = tuple(name for target in targets for name in target.names)
         self.left_out = left_out
@@ -364,13 +369,19 @@ class AttachedFacts:
 def attached_to(model: nn.Module) -> list[AttachedFacts]:
     """The LoRAs that `attach_lora` put on a model and that are still attached, in the order of the model's layers."""
     branches: dict[Strength, list[LoraBranch[Any]]] = {}
+    layers: Counter[Strength] = Counter()
     for layer in modules_in(model):
-        for hook in layer._forward_hooks.values():
-            if isinstance(hook, LoraBranch):
-                branches.setdefault(hook.strength, []).append(hook)
+        own = [hook for hook in layer._forward_hooks.values() if isinstance(hook, LoraBranch)]
+        for hook in own:
+            branches.setdefault(hook.strength, []).append(hook)
+        layers.update({hook.strength for hook in own})
     return [
         AttachedFacts(
-            own[0].factors, strength.path, strength.value, len(own), {b.name: b.factors.whole for b in own}
+            own[0].factors,
+            strength.path,
+            strength.value,
+            layers[strength],
+            {b.name: b.factors.whole for b in own},
         )
         for strength, own in branches.items()
     ]
@@ -387,7 +398,7 @@ class BranchFactors(Protocol):
         """Up, down and their scale."""
 
     def near(self, tensor: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Up and down on the tensor's device and in its dtype; no up if down is the whole ΔW."""
+        """Up and down on the tensor's device and in its dtype; no up if down is the whole ΔW, or the change of a bias."""
 
 
 class SwappableFactors(BranchFactors, Protocol):
@@ -397,37 +408,37 @@ class SwappableFactors(BranchFactors, Protocol):
         """Whether a change fits into tensors of these shapes."""
 
     def replaced(
-        self, name: str, change: LoraFactors | WeightChange | None, layer: Layer
+        self, name: str, change: LoraFactors | WeightChange | None, place: Place
     ) -> "SwappableFactors":
         """A change, or none, in tensors of these shapes."""
 
 
-def _placed(name: str, change: LoraFactors | WeightChange, layer: Layer) -> SwappableFactors:
+def _placed(name: str, change: LoraFactors | WeightChange, place: Place) -> SwappableFactors:
     """A layer's change, placed beside its weight."""
     if isinstance(change, LoraFactors):
-        return PlacedFactors(name, change, layer)
-    return PlacedDelta(name, change, layer)
+        return PlacedFactors(name, change, place.layer)
+    return PlacedDelta(name, change, place)
 
 
 class PlacedDelta:
-    """A change that is more than up and down, formed once from the layer's weight as it is now.
+    """A change that is more than up and down, formed once from the layer's weight or bias as it is now.
 
     Args:
         name: The layer, for messages.
         change: LoHa, LoKr, DoRA, OFT, a whole difference, …
-        layer: The Linear or convolution. It is not changed.
+        place: The weight or bias. It is not changed.
 
     Raises:
-        ModelMismatchError: The weight is quantised or on the meta device, or the change does not fit it.
+        ModelMismatchError: The tensor is quantised or on the meta device, or the change does not fit it.
         NonFiniteError: The change holds NaN or Inf in the weight's dtype.
     """
 
     scale = 1.0
 
-    def __init__(self, name: str, change: LoraFactors | WeightChange, layer: Layer) -> None:
+    def __init__(self, name: str, change: LoraFactors | WeightChange, place: Place) -> None:
         self.kind = "lora" if isinstance(change, LoraFactors) else change.kind
-        weight = layer.weight.detach()
-        if weight.is_meta or not weight.is_floating_point() or tuple(weight.shape) != weight_shape_of(layer):
+        weight = tensor_of(*place).detach()
+        if weight.is_meta or not weight.is_floating_point() or tuple(weight.shape) != place.shape:
             held = "is on the meta device" if weight.is_meta else f"is stored as {weight.dtype}"
             raise ModelMismatchError(
                 f"{name}: a change of kind {self.kind} is formed from the weight, which {held}.",
@@ -453,9 +464,9 @@ class PlacedDelta:
         """Every change can be formed."""
         return True
 
-    def replaced(self, name: str, change: LoraFactors | WeightChange | None, layer: Layer) -> "PlacedDelta":
+    def replaced(self, name: str, change: LoraFactors | WeightChange | None, place: Place) -> "PlacedDelta":
         """Another change, formed; of none, zeros."""
-        return PlacedDelta(name, change or DiffChange({"diff": torch.zeros_like(layer.weight)}), layer)
+        return PlacedDelta(name, change or DiffChange({"diff": torch.zeros_like(self._delta)}), place)
 
     def near(self, tensor: Tensor) -> tuple[None, Tensor]:
         """ΔW on the tensor's device and in its dtype."""
@@ -496,11 +507,11 @@ class PlacedFactors:
         """Whether it is plain factors of no larger rank."""
         return isinstance(change, LoraFactors) and change.rank <= self._down.shape[0]
 
-    def replaced(self, name: str, change: LoraFactors | WeightChange | None, layer: Layer) -> "PlacedFactors":
+    def replaced(self, name: str, change: LoraFactors | WeightChange | None, place: Place) -> "PlacedFactors":
         """Other factors, filled up with zeros to this rank; of none, zeros alone."""
         up, down = self._up.flatten(1), self._down.flatten(1)
         if change is None:
-            filled = LoraFactors(torch.zeros_like(up), torch.zeros_like(down), 1.0, weight_shape_of(layer))
+            filled = LoraFactors(torch.zeros_like(up), torch.zeros_like(down), 1.0, place.shape)
         else:
             assert isinstance(change, LoraFactors)  # `takes` refuses others
             missing = len(down) - change.rank
@@ -508,9 +519,9 @@ class PlacedFactors:
                 functional.pad(change.up, (0, missing)),
                 functional.pad(change.down, (0, 0, 0, missing)),
                 change.scale * len(down),
-                weight_shape_of(layer),
+                place.shape,
             )
-        return PlacedFactors(name, filled, layer)
+        return PlacedFactors(name, filled, place.layer)
 
     @property
     def whole(self) -> tuple[Tensor, Tensor, float]:
@@ -595,22 +606,22 @@ class LoraBranch(Generic[Factors]):
         compiling = torch.compiler.is_compiling()
         if not compiling and self.strength.value * self.weight == 0.0:
             return None  # PyTorch then keeps the layer's own output
-        x = args[0] if args else kwargs["input"]
-        up, down = self.factors.near(x)
-        if isinstance(layer, nn.Linear):
-            branch = functional.linear(x, down)
-        else:
-            # The layer's own convolution handles padding modes such as "reflect".
-            branch = layer._conv_forward(x, down, None)
-        if up is not None:
-            branch = (
-                functional.linear(branch, up)
-                if isinstance(layer, nn.Linear)
-                else _CONVOLUTION_BY_WEIGHT_AXES[up.ndim](branch, up)
-            )
+        branch = self._branch(layer, args[0] if args else kwargs["input"])
         if not compiling:
             alpha = self.strength.value * self.weight * self.factors.scale
             return torch.add(output, branch.to(output.dtype), alpha=alpha)
         wide = torch.promote_types(output.dtype, torch.float32)
         scale = (self.strength.tensor * self.tensor).to(output.device, wide)
         return torch.where(scale == 0.0, output, output + branch.to(output.dtype) * scale)
+
+    def _branch(self, layer: Layer, x: Tensor) -> Tensor:
+        """What is added to the layer's output at strength 1, before the factors' own scale."""
+        up, down = self.factors.near(x)
+        if down.ndim == 1:
+            return down.reshape(-1, *(1 for _ in weight_shape_of(layer)[2:]))
+        if isinstance(layer, nn.Linear):
+            inner = functional.linear(x, down)
+            return inner if up is None else functional.linear(inner, up)
+        # The layer's own convolution handles padding modes such as "reflect".
+        inner = layer._conv_forward(x, down, None)
+        return inner if up is None else _CONVOLUTION_BY_WEIGHT_AXES[up.ndim](inner, up)

@@ -1,4 +1,4 @@
-"""Which layers of a live model a LoRA changes: each weight with its change (`match_modules`), and what is for other models.
+"""Which layers of a live model a LoRA changes: each weight or bias with its change (`match_modules`), and what is for others.
 
 A file may change several models of a pipeline. A single model gets the changes that are for it; `left_out` names the
 others.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import combinations
 from math import isfinite
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Layer = nn.Linear | Convolution
+TensorName = Literal["weight", "bias"]
 _MAX_DESCRIBED = 5
+_BIAS = ".bias"
 # Wrappers put these into a layer's path; a checkpoint's keys do not have them.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 
@@ -49,13 +51,14 @@ def for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...
     if len(names_by_part) < 2:
         return lora, ()
     layers = dict(layers_of(model))
+    places = _places(layers)
     fitting: dict[str, frozenset[str]] = {}
     complete = []
     for part, names in names_by_part.items():
         aligned = _aligned(model, lora.only(frozenset(names)), layers)
         own = aligned.lora
         fitting[part] = frozenset(
-            name for name in own.names if name in layers and _may_fit(own.shape_of(name), layers[name])
+            name for name in own.names if name in places and _may_fit(own.shape_of(name), places[name])
         )
         if fitting[part] and len(fitting[part]) == len(own.names) and not aligned.unmatched:
             complete.append(part)
@@ -94,17 +97,19 @@ def log_unapplied(model: Any, lora: LoraFile, left_out: Sequence[str]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class LoraTarget:
-    """One weight of the model and the change that the LoRA makes to it.
+    """One weight or bias of the model and the change that the LoRA makes to it.
 
     Attributes:
-        names: The LoRA modules for this weight; several if layers share it.
-        change: What is added to the weight, in its shape if it is plain factors.
-        layers: Every layer that holds the weight.
+        names: The LoRA modules for this tensor; several if layers share it.
+        change: What is added to the tensor, in its shape if it is plain factors.
+        layers: Every layer that holds the tensor.
+        of: Which of the layers' tensors it is.
     """
 
     names: tuple[str, ...]
     change: LoraFactors | WeightChange
     layers: tuple[Layer, ...]
+    of: TensorName = "weight"
 
     @property
     def factors(self) -> LoraFactors:
@@ -118,9 +123,14 @@ class LoraTarget:
         return self.names[0]
 
     @property
+    def places(self) -> "tuple[Place, ...]":
+        """The tensor in each of the layers."""
+        return tuple(Place(layer, self.of) for layer in self.layers)
+
+    @property
     def weight(self) -> Tensor:
-        """The weight, as the first layer holds it now."""
-        return self.layers[0].weight
+        """The tensor, as the first layer holds it now."""
+        return tensor_of(self.layers[0], self.of)
 
 
 def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list[LoraTarget]:
@@ -136,7 +146,7 @@ def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list
         any_kind: Whether changes that are more than up and down factors are targets too.
 
     Returns:
-        A target for each weight, in the LoRA's order. Layers that share one weight are one target.
+        A target for each weight or bias, in the LoRA's order. Layers that share one weight are one target.
 
     Raises:
         ModelMismatchError: A module has no layer, or its layer has another kind or shape, or two modules change one
@@ -148,14 +158,38 @@ def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list
     if not lora.names:
         raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
     layers = dict(layers_of(model))
-    cut = _prefix_to_cut(lora.names, layers)
-    if any(name.removeprefix(cut) not in layers for name in lora.names):
+    places = _places(layers)
+    cut = _prefix_to_cut(lora.names, places)
+    if any(name.removeprefix(cut) not in places for name in lora.names):
         aligned = _aligned(model, lora, layers)
-        lost = [name for path in aligned.lora.names if path not in layers for name in aligned.sources[path]]
+        beyond = [path for path in aligned.lora.names if path not in places]
+        # (IA)³ scales a bias if there is one, and changes nothing if there is none.
+        idle = [path for path in beyond if path.endswith(_BIAS) and aligned.lora.kind_of(path) == "ia3"]
+        lost = [name for path in beyond if path not in idle for name in aligned.sources[path]]
         _require_present(model, lora, [*aligned.unmatched, *lost], layers)
-        lora = aligned.lora
-    _require_fitting(lora, layers, cut)
-    return _targets(lora, layers, cut)
+        lora, cut = aligned.lora.only(set(aligned.lora.names) - set(idle)), ""
+    _require_fitting(lora, places, cut)
+    return _targets(lora, places, cut)
+
+
+class Place(NamedTuple):
+    """A tensor of a layer that a LoRA can change."""
+
+    layer: Layer
+    of: TensorName
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """From the layer's settings, because a quantised layer packs its weight into another shape."""
+        shape = weight_shape_of(self.layer)
+        return shape if self.of == "weight" else shape[:1]
+
+
+def _places(layers: Mapping[str, Layer]) -> dict[str, Place]:
+    """Each layer's weight by the layer's path, and its bias by the path with `.bias`."""
+    places = {path: Place(layer, "weight") for path, layer in layers.items()}
+    biased = {path: layer for path, layer in layers.items() if isinstance(layer.bias, Tensor)}
+    return places | {f"{path}{_BIAS}": Place(layer, "bias") for path, layer in biased.items()}
 
 
 def _require_plain(lora: LoraFile) -> None:
@@ -168,13 +202,13 @@ def _require_plain(lora: LoraFile) -> None:
         )
 
 
-def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
+def _prefix_to_cut(names: Iterable[str], places: Mapping[str, Place]) -> str:
     """The shortest prefix, shared by all names, without which every name is a layer's."""
     wanted = list(names)
     parts = wanted[0].split(".")[:-1]
     for depth in range(len(parts) + 1):
         prefix = "".join(f"{part}." for part in parts[:depth])
-        if all(name.startswith(prefix) and name.removeprefix(prefix) in layers for name in wanted):
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in places for name in wanted):
             return prefix
     return ""
 
@@ -218,15 +252,16 @@ def _describe_missing(name: str, layers: Mapping[str, Layer], others: Mapping[st
     return f"{name} (nearest: {near[0]})" if near else name
 
 
-def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> None:
+def _require_fitting(lora: LoraFile, places: Mapping[str, Place], cut: str) -> None:
     wrong: list[str] = []
     for name in lora.names:
-        layer, own = layers[name.removeprefix(cut)], lora.shape_of(name)
-        shape = weight_shape_of(layer)
-        if not isinstance(layer, nn.Linear) and layer.groups > 1:
-            wrong.append(f"{name} is a grouped convolution ({layer.groups} groups), which is not supported")
-        elif not _may_fit(own, layer):
-            wrong.append(f"{name} is {own} in the LoRA and {shape} in the model")
+        place, own = places[name.removeprefix(cut)], lora.shape_of(name)
+        if not isinstance(place.layer, nn.Linear) and place.layer.groups > 1 and place.of == "weight":
+            wrong.append(
+                f"{name} is a grouped convolution ({place.layer.groups} groups), which is not supported"
+            )
+        elif not _may_fit(own, place):
+            wrong.append(f"{name} is {own} in the LoRA and {place.shape} in the model")
     if wrong:
         raise ModelMismatchError(
             f"{len(wrong)} of {counted(len(lora), 'module')} of {lora} {'does' if len(wrong) == 1 else 'do'} not fit: {first_few(wrong, between='; ')}.",
@@ -234,38 +269,42 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
         )
 
 
-def _may_fit(own: tuple[int, ...], layer: Layer) -> bool:
-    """Whether a change of this shape is for the layer's weight; if its tensors do not tell a shape, forming it will show."""
-    return not own or same_matrix(own, weight_shape_of(layer))
+def _may_fit(own: tuple[int, ...], place: Place) -> bool:
+    """Whether a change of this shape is for the tensor; if its tensors do not tell a shape, forming it will show."""
+    return not own or own == place.shape or (place.of == "weight" and same_matrix(own, place.shape))
 
 
-def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[LoraTarget]:
-    sharing: dict[int, list[Layer]] = {}
-    for layer in layers.values():
-        sharing.setdefault(weight_identity(layer), []).append(layer)
-    names_by_weight: dict[int, list[str]] = {}
+def _targets(lora: LoraFile, places: Mapping[str, Place], cut: str) -> list[LoraTarget]:
+    sharing: dict[int, list[Place]] = {}
+    for place in places.values():
+        sharing.setdefault(_identity(place), []).append(place)
+    names_by_tensor: dict[int, list[str]] = {}
     for name in lora.names:
-        names_by_weight.setdefault(weight_identity(layers[name.removeprefix(cut)]), []).append(name)
+        names_by_tensor.setdefault(_identity(places[name.removeprefix(cut)]), []).append(name)
     return [
         LoraTarget(
-            tuple(names), _one_change(lora, names, sharing[weight][0]), tuple(dict.fromkeys(sharing[weight]))
+            tuple(names),
+            _one_change(lora, names, sharing[tensor][0]),
+            tuple(dict.fromkeys(place.layer for place in sharing[tensor])),
+            sharing[tensor][0].of,
         )
-        for weight, names in names_by_weight.items()
+        for tensor, names in names_by_tensor.items()
     ]
 
 
-def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors | WeightChange:
-    """The change that all modules of one weight agree on, in the layer's own shape if it is plain factors."""
+def _one_change(lora: LoraFile, names: list[str], place: Place) -> LoraFactors | WeightChange:
+    """The change that all modules of one tensor agree on, in the layer's own shape if it is plain factors."""
     first, *others = (lora.change(name) for name in names)
     if others:
-        whole = _formed(first, layer.weight, torch.float32).flatten()
-        formed = (_formed(other, layer.weight, torch.float32).flatten() for other in others)
+        tensor = tensor_of(*place)
+        whole = _formed(first, tensor, torch.float32).flatten()
+        formed = (_formed(other, tensor, torch.float32).flatten() for other in others)
         if any(not torch.allclose(whole, other) for other in formed):
             raise ModelMismatchError(
                 f"{', '.join(names)} share one weight in the model, but {lora} changes them differently.",
                 hint="Untie the weights before applying this LoRA.",
             )
-    return replace(first, weight_shape=weight_shape_of(layer)) if isinstance(first, LoraFactors) else first
+    return replace(first, weight_shape=place.shape) if isinstance(first, LoraFactors) else first
 
 
 def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
@@ -303,14 +342,21 @@ def weight_shape_of(layer: Layer) -> tuple[int, ...]:
     return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
 
 
-def weight_identity(layer: Layer) -> int:
-    """Equal for layers that share a weight. A parametrized layer computes a new tensor at each access."""
-    return id(layer.weight if holds_weight(layer) else layer)
+def tensor_of(layer: Layer, name: TensorName) -> Tensor:
+    """A layer's weight, or the bias that it has."""
+    tensor = layer.weight if name == "weight" else layer.bias
+    assert tensor is not None  # `_places` has no bias of a layer without one
+    return tensor
 
 
-def holds_weight(layer: Layer) -> bool:
-    """Whether the weight is a parameter of the layer, not computed from others (weight_norm, parametrize)."""
-    return layer._parameters.get("weight") is not None
+def _identity(place: Place) -> int:
+    """Equal for layers that share a tensor. A parametrized layer computes a new one at each access."""
+    return id(tensor_of(*place) if is_stored(*place) else place.layer)
+
+
+def is_stored(layer: Layer, name: TensorName) -> bool:
+    """Whether the tensor is a parameter of the layer, not computed from others (weight_norm, parametrize)."""
+    return layer._parameters.get(name) is not None
 
 
 def finite_scale(scale: float) -> float:

@@ -21,13 +21,14 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import at_least_float32, where_float64_is
 from sigmascope.lora.live_layers import (
     LoraTarget,
+    Place,
     finite_scale,
     for_this_model,
     formed_for,
-    holds_weight,
+    is_stored,
     log_unapplied,
     match_modules,
-    weight_shape_of,
+    tensor_of,
 )
 
 __all__ = ["MergedLora", "merge_into_model"]
@@ -75,9 +76,9 @@ def merge_into_model(
 
 def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
     for target in targets:
-        if not all(holds_weight(layer) for layer in target.layers):
+        if not all(is_stored(layer, target.of) for layer in target.layers):
             raise ModelMismatchError(
-                f"{target.name} computes its weight from other parameters (weight_norm or parametrize).",
+                f"{target.name} computes its {target.of} from other parameters (weight_norm or parametrize).",
                 hint="Use attach_lora, which leaves the weights as they are.",
             )
         weight = target.weight
@@ -91,7 +92,7 @@ def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
                 f"{target.name} was created under torch.inference_mode and cannot be changed outside it.",
                 hint="Use attach_lora, which leaves the weights as they are, or load the model under torch.no_grad.",
             )
-        if not weight.is_floating_point() or tuple(weight.shape) != weight_shape_of(target.layers[0]):
+        if not weight.is_floating_point() or tuple(weight.shape) != Place(target.layers[0], target.of).shape:
             raise ModelMismatchError(
                 f"{target.name} is quantised: its weight is stored as {weight.dtype} {tuple(weight.shape)}.",
                 hint="Use attach_lora, which leaves the weights as they are.",
@@ -280,7 +281,8 @@ class ChangedWeight:
 
     def _weights(self) -> list[Tensor]:
         """The layers' weights: one, unless the layers were untied after the merge."""
-        return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
+        tensors = [tensor_of(layer, self.target.of) for layer in self.target.layers]
+        return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def checksum_of(tensor: Tensor, method: ChecksumMethod | None = None) -> tuple[ChecksumMethod, bytes]:

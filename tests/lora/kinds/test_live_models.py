@@ -11,12 +11,12 @@ from tests.lora.kinds.test_base_changes import BY_PEFT, Net, by_lycoris
 from torch import Tensor, nn
 
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.apply import attach_lora, attached_to
 from sigmascope.lora.live_merge import merge_into_model
 from sigmascope.lora.reader import load_lora
 
 KINDS: dict[str, Any] = {
-    **{kind: config for kind, config in BY_PEFT.items() if kind != "ia3"},  # its bias is no Linear's weight
+    **BY_PEFT,
     "dora": LoraConfig(r=4, target_modules=["first"], use_dora=True),
     "loha": LoHaConfig(r=2, target_modules=["first"]),
     "lokr": LoKrConfig(r=2, target_modules=["first"]),
@@ -66,6 +66,59 @@ def test_a_live_convolution_answers_as_lycoris_changes_it(tmp_path: Path, kind: 
     for apply in (attach_lora, merge_into_model):
         with apply(net, lora, 0.5):
             torch.testing.assert_close(net(x), expected, rtol=1e-4, atol=1e-5)
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.conv(x).flatten(2).mT)
+        return out
+
+
+def test_changes_of_biases_are_live(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = Biased(), torch.randn(2, 3, 6, 6)
+    kept = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    changes = {key: torch.randn_like(tensor) for key, tensor in kept.items() if key != "linear.weight"}
+    ends = {"weight": "diff", "bias": "diff_b"}
+    state = {f"{key.split('.')[0]}.{ends[key.split('.')[1]]}": tensor for key, tensor in changes.items()}
+    save_file(state, tmp_path / "lora.safetensors")
+    lora, other = load_lora(tmp_path / "lora.safetensors"), Biased()
+
+    def changed(scale: float, only: str = "") -> Tensor:
+        other.load_state_dict(
+            {
+                key: t + scale * changes[key] * (only in key) if key in changes else t
+                for key, t in kept.items()
+            }
+        )
+        return other(x)
+
+    with attach_lora(net, lora) as attached:
+        assert set(attached.applied) == {"conv", "conv.bias", "linear.bias"}
+        torch.testing.assert_close(net(x), changed(1.0))
+        attached.scale = 0.25
+        torch.testing.assert_close(net(x), changed(0.25))
+        attached.blocks = {"conv": 0.0}
+        torch.testing.assert_close(net(x), changed(0.25, "linear"))
+        attached.scale, attached.blocks = 1.0, {}
+        attached.swap(lora.only({"conv.bias"}))
+        torch.testing.assert_close(net(x), changed(1.0, "conv.bias"))
+        (facts,) = attached_to(net)
+        assert facts.layers == 2
+    with merge_into_model(net, lora, 0.5):
+        torch.testing.assert_close(net(x), changed(0.5))
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in net.state_dict().items())
+
+
+def test_a_change_of_a_bias_that_the_layer_lacks_is_refused(tmp_path: Path) -> None:
+    save_file({"0.diff": torch.ones(4, 6), "0.diff_b": torch.ones(4)}, tmp_path / "lora.safetensors")
+    with pytest.raises(ModelMismatchError, match=r"0\.bias"):
+        attach_lora(nn.Sequential(nn.Linear(6, 4, bias=False)), load_lora(tmp_path / "lora.safetensors"))
 
 
 @pytest.mark.parametrize("apply", [attach_lora, merge_into_model])
