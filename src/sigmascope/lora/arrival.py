@@ -20,7 +20,7 @@ from itertools import groupby
 from math import fsum, hypot, inf, isfinite, prod, sqrt
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -238,21 +238,40 @@ def arrivals(
     """
     found: dict[str, Arrival] = {}
     with open_lora(Path(lora)) as file:
-        shapes = shapes_of(base)
-        placing = place(file, shapes)
-        own = file if placing.lora is None else placing.lora
-        keys = {name: key for name in own.names if (key := _key_of(name, shapes)) is not None}
-        landed = {key for keys_of_module in placing.keys.values() for key in keys_of_module}
-        wanted = {name: key for name, key in keys.items() if key in landed and len(shapes[key]) > 1}
-        sizes = {name: prod(shapes[key]) for name, key in wanted.items()}
+        changed = changed_matrices(file, base)
 
         def arrival(name: str) -> Arrival:
-            return _arrival(own, name, base, wanted[name], strength, nearest)
+            return _arrival(changed.lora, name, base, changed.keys[name], strength, nearest)
 
-        for name, one in run_layers_in_order(sizes, arrival):
-            found[wanted[name]] = one
-            progress(len(found), len(wanted), wanted[name])
+        for name, one in run_layers_in_order(changed.sizes, arrival):
+            found[changed.keys[name]] = one
+            progress(len(found), len(changed.keys), changed.keys[name])
     return Arrivals(strength, found)
+
+
+class ChangedMatrices(NamedTuple):
+    """The weights of a model that a LoRA changes, without biases and norms.
+
+    Attributes:
+        lora: The LoRA, with fused matrices divided or joined as the model has them.
+        keys: The weight's key, by the name in `lora`.
+        sizes: How many numbers it has.
+    """
+
+    lora: LoraFile
+    keys: Mapping[str, str]
+    sizes: Mapping[str, int]
+
+
+def changed_matrices(lora: LoraFile, base: Checkpoint) -> ChangedMatrices:
+    """Find the weights that a LoRA changes in a model, by names and shapes."""
+    shapes = shapes_of(base)
+    placing = place(lora, shapes)
+    own = lora if placing.lora is None else placing.lora
+    keys = {name: key for name in own.names if (key := _key_of(name, shapes)) is not None}
+    landed = {key for keys_of_module in placing.keys.values() for key in keys_of_module}
+    wanted = {name: key for name, key in keys.items() if key in landed and len(shapes[key]) > 1}
+    return ChangedMatrices(own, wanted, {name: prod(shapes[key]) for name, key in wanted.items()})
 
 
 def _key_of(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -299,3 +299,17 @@ def test_several_loras_need_together_alone(
 ) -> None:
     outcome = inspect(lora, lora, *arguments)
     assert (outcome.code, says in " ".join(outcome.err.split())) == (2, True)
+
+
+def test_intruders_are_counted_by_weight_and_need_a_model(lora: Path, model: Path, inspect: Terminal) -> None:
+    told = json.loads(inspect(lora, "--model", model, "--intruders", "--strength", "8", "--json").out)[
+        "model"
+    ]["intruder_dimensions"]
+    state, weight = load_file(lora), load_file(model)[f"{PROJ}.weight"]
+    changed = weight + 8 * 0.5 * state[f"{PROJ}.lora_up.weight"] @ state[f"{PROJ}.lora_down.weight"]
+    own, vectors = (torch.linalg.svd(matrix).U for matrix in (weight, changed))
+    expected = int(((own.mT @ vectors[:, :10]).abs().amax(dim=0) < 0.5).sum())
+    assert told["weights"][f"{PROJ}.weight"]["intruders"] == expected > 0
+    assert told["examined"] == 10 + 8 + 4  # as many as the smaller weights have
+    assert "Intruder dimensions" in inspect(lora, "--model", model, "--intruders").out
+    assert "--intruders needs a model" in inspect(lora, "--intruders").err
