@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -31,6 +31,8 @@ from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, verdict_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 from sigmascope.units import counted
+
+_RUN: Final = 32
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
@@ -186,13 +188,17 @@ def inspect_lora(
     """
     with open_checkpoint(path) as checkpoint:
         lora = any_kind_in(checkpoint)
-        sizes = {name: sum(lora.shape_of(name)) for name in lora.names}
         strengths: dict[str, ModuleStrength] = {}
-        for name, module in run_layers(
-            sizes, lambda name: measured_module(lora, name, full_spectrum=full_spectrum)
-        ):
-            strengths[name] = module
-            progress(len(strengths), len(sizes), name)
+        several = _several(lora)
+
+        def measured(first: str) -> list[ModuleStrength]:
+            return [measured_module(lora, name, full_spectrum=full_spectrum) for name in several[first]]
+
+        sizes = {first: max(lora.facts_of(name).parameters for name in several[first]) for first in several}
+        for _, found in run_layers(sizes, measured):
+            for module in found:
+                strengths[module.name] = module
+                progress(len(strengths), len(lora.names), module.name)
         modules = tuple(strengths[name] for name in lora.names)
         hosts, hosts_differ = readings_and_findings(lora, checkpoint)
         return LoraInspection(
@@ -209,6 +215,12 @@ def inspect_lora(
                 *hosts_differ,
             ),
         )
+
+
+def _several(lora: LoraFile) -> dict[str, list[str]]:
+    """A file's modules in runs that a thread measures one by one, by the first: each alone would wait more than compute."""
+    names = lora.names
+    return {names[start]: list(names[start : start + _RUN]) for start in range(0, len(names), _RUN)}
 
 
 def _zero_findings(lora: LoraFile, strengths: Mapping[str, ModuleStrength]) -> Iterator[Finding]:

@@ -712,8 +712,10 @@ def effective_rank(values: Float[Tensor, " k"]) -> float:
     Args:
         values: (k,), falling, all that are not zero.
     """
-    positive = as_float64(values[values > 0.0])
-    if len(positive) == 0:
+    positive = [value for value in values.tolist() if value > 0.0]  # few: quicker than a dozen tensors
+    total = math.fsum(positive)
+    if total == 0.0:
         return 0.0
-    shares = positive / positive.sum()
-    return float(torch.exp(torch.special.entr(shares).sum()))
+    return math.exp(
+        -math.fsum(value / total * math.log(value / total) for value in positive if value / total)
+    )

@@ -5,7 +5,7 @@ Plain factors are measured from r×r matrices; other kinds of change are formed.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod, sqrt
 from typing import Any, Final, Literal
 
@@ -129,12 +129,10 @@ class ModuleStrength:
         Args:
             spectrum: Also all singular values.
         """
-        fields = asdict(self)
-        values = fields.pop("singular_values")
-        del fields["tensors"]
+        names = [field.name for field in fields(self) if field.name not in {"singular_values", "tensors"}]
         derived = ("block", "size", "largest", "spike", "stable_rank", "effective_rank")
-        fields |= {name: getattr(self, name) for name in derived}
-        return fields | {"singular_values": list(values)} if spectrum else fields
+        values = {name: getattr(self, name) for name in (*names, *derived)}
+        return values | {"singular_values": list(self.singular_values)} if spectrum else values
 
     @property
     def _values(self) -> Float[Tensor, " k"]:
