@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.chaos.tries import Kind, Outcome, try_all
 
-KINDS = ("faults", "kills", "files", "bombs", "disk", "uptime", "threads")
+KINDS = ("faults", "kills", "files", "headers", "bombs", "disk", "uptime", "threads")
 _EXAMPLES = """examples:
   python -m tests.chaos                             everything, with a new seed; up to 45 minutes on 2 cores
   python -m tests.chaos files bombs --n 0.1         a tenth of two kinds

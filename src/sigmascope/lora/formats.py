@@ -700,7 +700,7 @@ def _require_partners(path: Path, name: str, group: Mapping[str, str], kind: Kin
     missing = [role for role in needed if role not in group]
     if not missing:
         return
-    there = next(group[role] for role in (*needed, MID) if role in group)
+    there = next(group[role] for role in (*needed, MID, LATENT) if role in group)
     ending = there.removeprefix(name).strip("._")
     raise LoraFormatError(
         f"{path}: {name} has {ending} but no {_partner(ending) or missing[0]}.",

@@ -139,6 +139,23 @@ def test_lora_xs_without_its_projections_is_refused(tmp_path: Path, missing: str
         pass
 
 
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [
+        (["default_lora_latent_mapping.weight"], "default_lora_latent_mapping"),
+        (["boft_s"], "boft_R"),
+        (["rescale"], "oft_blocks"),
+        (["oft_blocks.1"], "oft_blocks.0"),
+    ],
+)
+def test_a_part_without_what_it_belongs_to_is_refused_by_name(
+    tmp_path: Path, ends: list[str], named: str
+) -> None:
+    save_file({f"q.{end}": torch.ones(2, 4, 4) for end in ends}, tmp_path / "lora.safetensors")
+    with pytest.raises(LoraFormatError, match=named), open_lora(tmp_path / "lora.safetensors"):
+        pass
+
+
 @pytest.mark.parametrize("alpha", [1e-3, 10.0])
 def test_kohyas_oft_of_flux_turns_each_part_of_a_fused_matrix(tmp_path: Path, alpha: float) -> None:
     """As `networks/oft_flux.py` of sd-scripts has it, with a limit for each part."""

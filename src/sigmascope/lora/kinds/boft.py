@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sigmascope.lora.adapters import AdapterFacts, Shapes, shapes_error
+from sigmascope.lora.adapters import AdapterFacts, Shapes, require_parts, shapes_error
 from sigmascope.lora.kinds.base_change import BaseChange
 from sigmascope.lora.kinds.oft import cayley, rescaled
 
@@ -103,6 +103,7 @@ def butterfly(
 
 
 def _checked(shapes: Shapes, name: str) -> AdapterFacts:
+    require_parts(shapes, name)
     shape = shapes[name]
     if len(shape) != 4 or shape[2] != shape[3] or min(shape) < 1 or (shape[0] > 1 and shape[3] % 2):
         raise shapes_error(shapes, name)

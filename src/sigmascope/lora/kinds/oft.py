@@ -43,7 +43,9 @@ class OftChange(BaseChange):
     @classmethod
     def facts(cls, shapes: Shapes) -> AdapterFacts:
         """Nothing but that the blocks are square: they tell the weight's rows, and not its shape."""
-        _require_square(shapes, 3, *(name for name in ("oft_blocks", "oft_diag") if name in shapes))
+        names = [name for name in ("oft_blocks", "oft_diag") if name in shapes]
+        require_parts(shapes, *(names or ["oft_blocks"]))
+        _require_square(shapes, 3, *names)
         return AdapterFacts((), None)
 
     def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
