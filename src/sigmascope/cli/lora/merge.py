@@ -462,7 +462,8 @@ def convert(
         Path | None,
         typer.Option(
             "--model",
-            help="The model that the LoRA is for. It resolves flattened names, and gives the names for native.",
+            help="The model that the LoRA is for. It resolves flattened names, gives the names for native, and the weights "
+            "that OFT, HRA and the like change.",
             callback=found_model,
         ),
     ] = None,
@@ -493,7 +494,8 @@ def convert(
         typer.Option(
             "--rank",
             metavar="<rank>",
-            help="Approximate what peft cannot hold (LoHa, LoKr, whole weights) by factors of this rank. 9999: full rank.",
+            help="Approximate what the format cannot hold (peft: LoHa, LoKr, whole weights; with --model also OFT, HRA, …) by "
+            "factors of this rank. 9999: full rank.",
         ),
     ] = None,
     statistics: Statistics = None,
