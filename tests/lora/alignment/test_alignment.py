@@ -233,11 +233,22 @@ def test_a_lora_of_another_format_is_attached_to_a_live_model() -> None:
         assert attached.applied == ("down_blocks.0.downsamplers.0.conv", "mid_block.attentions.0.proj_in")
 
 
-def test_the_change_of_a_bias_is_not_attached() -> None:
+def test_the_change_of_a_bias_is_attached() -> None:
+    from sigmascope.lora.apply import attach_lora
+
+    model, image = torch.nn.Sequential(torch.nn.Linear(3, 4)), torch.randn(2, 3)
+    before = model(image)
+    lora = LoraFile({}, changes={"0.bias": DiffChange({"diff_b": torch.tensor([1.0, 2.0, 3.0, 4.0])})})
+    with attach_lora(model, lora), torch.no_grad():
+        torch.testing.assert_close(model(image) - before, torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2))
+    assert torch.equal(model(image), before)
+
+
+def test_the_change_of_a_bias_that_the_layer_lacks_is_refused() -> None:
     from sigmascope.lora.apply import attach_lora
 
     lora = LoraFile(
         {"0": random_factors((4, 3), 1, 0)}, changes={"0.bias": DiffChange({"diff_b": torch.ones(4)})}
     )
-    with pytest.raises(ModelMismatchError, match=r"no Linear or convolution layer.*0\.bias"):
-        attach_lora(torch.nn.Sequential(torch.nn.Linear(3, 4)), lora)
+    with pytest.raises(ModelMismatchError, match=r"0\.bias"):
+        attach_lora(torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False)), lora)
