@@ -118,6 +118,7 @@ ROWS = (
     Row("hot-swapped for itself", X, load("x", "a", hotswap=True), {}),
     Row("another scale for one call", X, paint(0.25), {}),
     Row("scale 0 for one call: diffusers leaves 1", together(X, weigh(a=0.5)), paint(0.0), {"x": 0.5}),
+    Row("one block weighed", X, call("set_adapters", "a", {"unet": {"mid": 0.25}}), {"x": -0.75}),
     Row("at scale 0", together(X, weigh(a=0.0)), UNLOAD, {}),
 )
 _KINDS = ("1 to 0.25", "fused, then unloaded", "unloaded", "plus and minus", "hot-swapped")
