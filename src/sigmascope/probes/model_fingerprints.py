@@ -88,6 +88,14 @@ def state_of(module: nn.Module) -> Reading[int]:
     return attempt(lambda: _state_of(module))
 
 
+def forget_fingerprints(model: nn.Module | None = None) -> None:
+    """Read the weights anew next time, of a model or of all: what was written through `.data` moves no counter."""
+    if model is None:
+        _KEPT.clear()
+    else:
+        _KEPT.pop(model, None)
+
+
 def told(begun: Pending[Reading[str]]) -> Reading[str]:
     """What was begun; waits for what is still on its way. Never raises."""
     found = attempt(begun.result)

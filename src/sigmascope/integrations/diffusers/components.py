@@ -26,7 +26,7 @@ from sigmascope.integrations.diffusers.pipeline_call import (
     end_complete_denoising,
     is_final_decode,
 )
-from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in
+from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in, models_in
 from sigmascope.integrations.diffusers.tokens import Reading, counts_seen, readings_of
 from sigmascope.integrations.diffusers.watch_session import (
     Observer,
@@ -44,6 +44,7 @@ from sigmascope.monitor.hooks import (
     holder_of,
 )
 from sigmascope.monitor.recorder import LiveStage
+from sigmascope.probes.model_fingerprints import forget_fingerprints
 from sigmascope.probes.models import components_of, file_facts, key_facts, module_facts, unwrap
 from sigmascope.probes.reading import keeping_words
 from sigmascope.records.latents import Direction
@@ -247,6 +248,8 @@ LORA_METHODS: Final = (
     "disable_lora",
     "delete_adapters",
 )
+_WRITES: Final = ("fuse_lora", "unfuse_lora")
+"""Of these, what PEFT does through `weight.data`."""
 _MODEL_METHODS: Final = (
     "load_lora_adapter",
     "unload_lora",
@@ -323,6 +326,8 @@ class LoraObserver(Observer):
                 if method.startswith("load_") and error is None:
                     asked = kwargs.get("adapter_name")
                     guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
+                if method in _WRITES:
+                    guard.read("watch.lora", lambda: [*map(forget_fingerprints, models_in(target).values())])
                 models, baseline = seen or (self._models_of(target), None)
                 self._analyse(stage, target, models, baseline, error, makes=method in _MAKES_ADAPTERS)
 

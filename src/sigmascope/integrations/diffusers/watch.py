@@ -30,6 +30,7 @@ from sigmascope.integrations.diffusers.pipeline_call import CallObserver, Denois
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
 from sigmascope.monitor.guard import log_quietly, to_the_end, whole_number
 from sigmascope.monitor.hooks import After, Arguments, Keywords
+from sigmascope.probes.model_fingerprints import forget_fingerprints
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run, short_repr
@@ -129,6 +130,7 @@ class Watch:
         self._process_id = os.getpid()
         session: Session | None = None
         try:
+            forget_fingerprints()
             session = Session(self._pipelines, self._choices, OBSERVERS)
             self._sessions.append(session)
             session.open()
