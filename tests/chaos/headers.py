@@ -185,17 +185,13 @@ def _read_lora(file: Path, stored: Mapping[str, bytes]) -> None:
         numbers = {} if theirs is None else {key: tensor.double() for key, tensor in load_file(file).items()}
         assert not set(lora.unused_keys) - set(stored) - set(lora.metadata), "an unused key that is not there"
         for name in lora.names:
-            change = lora.change(name)
+            change: Any = lora.change(name)
             if lora.kind_of(name) == "lora_xs":
-                up, latent, down = (
-                    _of(numbers, name, end) for end in ("lora_B", "lora_latent_mapping", "lora_A")
-                )
-                if (
-                    up is not None
-                    and latent is not None
-                    and down is not None
-                    and isinstance(change, LoraFactors)
-                ):
+                parts = [
+                    _of(numbers, name, end) for end in ("lora_B", "default_lora_latent_mapping", "lora_A")
+                ]
+                if all(part is not None and bool(torch.isfinite(part).all()) for part in parts):
+                    up, latent, down = parts
                     ours = change.up.double() @ change.down.double()
                     _require_close(ours, up @ latent @ down, name)
                 continue
@@ -208,8 +204,8 @@ def _read_lora(file: Path, stored: Mapping[str, bytes]) -> None:
                 _require_close(ours, product.reshape(ours.shape), name)
 
 
-def _of(numbers: State, name: str, end: str) -> Tensor | None:
-    return next((tensor for key, tensor in numbers.items() if name in key and end in key), None)
+def _of(numbers: State, name: str, end: str) -> Any:
+    return next((tensor for key, tensor in numbers.items() if key.startswith(f"{name}.{end}.")), None)
 
 
 def _tensors(change: LoraFactors | WeightChange) -> Iterator[Tensor]:

@@ -19,7 +19,9 @@ def by_full_svd(weight: Tensor, delta: Tensor) -> tuple[int, float]:
 def falling(rows: int, columns: int) -> Tensor:
     """A weight whose singular values fall like 1 / √i, as those of trained weights about do."""
     vectors, _, right = torch.linalg.svd(torch.randn(rows, columns), full_matrices=False)
-    return (vectors * (3.0 * torch.arange(1, vectors.shape[1] + 1) ** -0.5)) @ right
+    values = 3.0 * torch.arange(1, vectors.shape[1] + 1).pow(-0.5)
+    made: Tensor = (vectors * values) @ right
+    return made
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def _is_spread(weight: Float[Tensor, "m n"], start: Float[Tensor, " m"]) -> bool
         beside.append(float(torch.linalg.vector_norm(image)))
         exhausted = beside[-1] <= _ROUNDING * max(diagonal)
         if exhausted:
-            return length * _masses(diagonal, beside).heaviest ** 0.5 < THRESHOLD
+            return _masses(diagonal, beside).heaviest < (THRESHOLD / length) ** 2
         if step % 4 == 0:
             masses = _masses(diagonal, beside)
             if length * masses.most**0.5 < THRESHOLD:

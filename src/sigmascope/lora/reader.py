@@ -137,7 +137,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
 
 def _changes(checkpoint: Checkpoint, entry: Entry) -> bool:
     """Whether an entry changes its tensor: PEFT's (IA)³ changes the bias where it scales outputs, (out, 1)."""
-    return entry.kind != "Ia3BiasChange" or checkpoint.info(entry.roles["ia3_l"]).shape[0] > 1
+    return entry.kind != "Ia3BiasChange" or checkpoint.info(entry.roles["ia3_l"]).shape[:1] > (1,)
 
 
 def _refuse_twice(path: Path, entries: Sequence[Entry]) -> None:

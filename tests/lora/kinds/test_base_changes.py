@@ -79,7 +79,7 @@ def test_with_the_model_what_only_peft_holds_becomes_a_difference_or_factors(
     model.save_pretrained(tmp_path / "lora")
     after = model.merge_and_unload().state_dict()
     changes = {key: (after[key] - tensor).detach() for key, tensor in before.items()}
-    given = {"model": tmp_path / "model.safetensors", "drop_unsupported": True}
+    given: dict[str, Any] = {"model": tmp_path / "model.safetensors", "drop_unsupported": True}
     source, made = tmp_path / "lora" / "adapter_model.safetensors", tmp_path / "made.safetensors"
 
     convert_lora(source, made, "kohya", **given)
@@ -130,6 +130,12 @@ def test_lora_xs_changes_a_weight_by_all_three_of_its_matrices(tmp_path: Path, k
     torch.testing.assert_close(delta, 2.0 * up @ latent @ down)
 
 
+def test_an_ia3_factor_without_axes_is_refused(tmp_path: Path) -> None:
+    save_file({"q.ia3_l": torch.tensor(1.0)}, tmp_path / "lora.safetensors")
+    with pytest.raises(LoraFormatError, match="ia3_l"), open_lora(tmp_path / "lora.safetensors"):
+        pass
+
+
 @pytest.mark.parametrize("missing", ["lora_A", "lora_B"])
 def test_lora_xs_without_its_projections_is_refused(tmp_path: Path, missing: str) -> None:
     shapes = {"lora_A": (3, 8), "lora_B": (12, 3), "default_lora_latent_mapping": (3, 3)}
@@ -165,7 +171,7 @@ def test_kohyas_oft_of_flux_turns_each_part_of_a_fused_matrix(tmp_path: Path, al
     state = {f"{name}.oft_blocks.{part}": tensor for part, tensor in enumerate(blocks)}
     save_file(state | {f"{name}.alpha": torch.tensor(alpha)}, tmp_path / "lora.safetensors")
     expected = []
-    for rows, part in zip(weight.split([4, 4, 8]), blocks, strict=True):
+    for rows, part in zip(torch.split(weight, [4, 4, 8]), blocks, strict=True):
         skew = part - part.transpose(1, 2)
         norm = torch.norm(skew.flatten())
         skew = skew * ((torch.clamp(norm, max=alpha * len(rows)) + 1e-8) / (norm + 1e-8))

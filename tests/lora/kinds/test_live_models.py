@@ -96,7 +96,8 @@ def test_changes_of_biases_are_live(tmp_path: Path) -> None:
                 for key, t in kept.items()
             }
         )
-        return other(x)
+        out: Tensor = other(x)
+        return out
 
     with attach_lora(net, lora) as attached:
         assert set(attached.applied) == {"conv", "conv.bias", "linear.bias"}

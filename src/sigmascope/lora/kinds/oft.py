@@ -85,7 +85,7 @@ class SplitOftChange(BaseChange):
         return torch.cat(
             [
                 turned_rows(weight, cayley(blocks, limit), 1.0)
-                for weight, blocks, limit in zip(base.split(rows), parts, limits, strict=True)
+                for weight, blocks, limit in zip(torch.split(base, rows), parts, limits, strict=True)
             ]
         )
 
