@@ -24,6 +24,7 @@ THERE_IS_NONE = {
     "source": "ComfyUI names no LoRA",
     "file_family": "the file's names are of no family that is known",
     "model_family": "the model is of no family that is known",
+    "family_doubt": "the family is certain, or of no family that is known",
     "format": "a verdict on a file that cannot be read, which its error says",
     "strength_patch": "its reason is with the first of the weight's `patches`",
     "psnr_db": "the images are identical, which would be infinite",

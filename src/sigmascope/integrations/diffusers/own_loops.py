@@ -37,6 +37,7 @@ from sigmascope.integrations.diffusers.components import (
 )
 from sigmascope.integrations.diffusers.denoising import Denoising, number_of
 from sigmascope.integrations.diffusers.pipeline_call import (
+    DENOISING,
     GENERATION,
     CallObserver,
     DenoiserObserver,
@@ -333,6 +334,8 @@ class OwnLoopObserver(Observer):
         is_same = own is not None and own.denoiser is not None and own.denoiser() is module
         if is_tracing() or (not is_same and self._is_heard(module)):  # type: ignore[no-untyped-call]
             return None
+        if _is_counted_by_host(own):
+            return None
         return self._denoise(stack, module, form, latents, timestep)
 
     def _let_go(self, kind: type, form: _Form, around: nn.Module | None) -> None:
@@ -517,7 +520,7 @@ class OwnLoopObserver(Observer):
         with self.session.own_work():
             stack.leave(stage, error)
             if is_no_loop or _lies_in_another():
-                stage.dissolve(drops=() if own.has_denoised and not is_no_loop else ("denoising",))
+                stage.dissolve(drops=() if own.has_denoised and not is_no_loop else (DENOISING,))
                 return
             self._tell(stack, own, error)
 
@@ -527,7 +530,7 @@ class OwnLoopObserver(Observer):
         stack.leave_loop = stack.loop_steps = None
         if own is not None:
             stack.leave(own.stage, None)
-            own.stage.dissolve(drops=("denoising",))
+            own.stage.dissolve(drops=(DENOISING,))
 
     def _tell(self, stack: StageStack, own: OwnGeneration, error: BaseException | None) -> None:
         """Put on the generation what is put on a pipeline's: what it used and was asked for."""
@@ -614,6 +617,16 @@ def _has_another_in(stage: LiveStage) -> bool:
     """Whether the host has opened a generation of its own inside this one."""
     innermost = next((frame for frame in frames_here() if frame.scope.name == GENERATION), None)
     return innermost is not None and not stage.is_of(innermost.scope)
+
+
+def _is_counted_by_host(own: OwnGeneration | None) -> bool:
+    """Whether the host records this loop itself: it has a denoising of its own open here, or a step."""
+    ours = () if own is None else tuple(denoising.stage for denoising in own.denoisings)
+    return any(
+        (frame.scope.in_step or frame.scope.name == DENOISING)
+        and not any(stage.is_of(frame.scope) for stage in ours)
+        for frame in frames_here()
+    )
 
 
 def _call_of(stack: StageStack, own: OwnGeneration) -> CallFacts:

@@ -57,6 +57,7 @@ from sigmascope.records.prompts import stored_prompts, texts_of_call
 from sigmascope.records.run import IDLE_LORAS, RECIPE, THUMBNAIL, CallFacts
 
 GENERATION = "generation"
+DENOISING = "denoising"
 RUNS_LATER = "the call returned a generator or coroutine at once: the stages of its work are beside this one, not in it"
 INSIDE: Final = "the call is inside another one, and its recipe is there"
 
@@ -355,7 +356,7 @@ def start_denoising(stack: StageStack) -> Denoising:
     if denoising is None:
         session = stack.session
         stack.is_guided = session.guard.read("watch.call", lambda: asks_for_guidance(stack.pipeline))
-        denoising = stack.denoising = Denoising(stack.enter("denoising"), session.recorder)
+        denoising = stack.denoising = Denoising(stack.enter(DENOISING), session.recorder)
     return denoising
 
 

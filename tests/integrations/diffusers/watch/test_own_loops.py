@@ -339,3 +339,15 @@ def test_what_is_not_recognised_is_said_while_it_runs(
             module(torch.ones(1, 4))
         said = caplog.text
     assert ("Unheard works" in said and "sigmascope.watch(unet, vae)" in said) is not is_training
+
+
+def test_a_loop_that_the_host_records_itself_stays_the_hosts() -> None:
+    """Its own denoising, or steps in a stage of another name: nothing of ours stands beside them."""
+    model = Plain()
+    for name in ("denoising", "sampling"):
+        with torch.no_grad(), sigmascope.watch() as watching, sigmascope.stage(name):
+            x = torch.randn(1, 3, 8, 8)
+            for t in reversed(range(4)):
+                with sigmascope.step():
+                    x = x - 0.1 * model(x, torch.full((1,), t))
+        assert [(s.name, len(s.steps)) for s in watching.record().walk()] == [(name, 4)]
