@@ -11,7 +11,6 @@ python benchmarks/planted_changes.py [--pairs 50] [--loaded-pairs 100] [--only N
 import argparse
 import functools
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.regression_rates import beside_others
 from tests.families.changes import (
     CHANGES,
     DroppedPages,
@@ -115,21 +115,6 @@ def runs_of(kind: Kind, *, changed: bool) -> list[Run]:
             while len(runs) < RUNS and not (changed and kind.in_first_call):
                 runs.append(watched(pipe, call))
     return runs
-
-
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    """Other programs on all cores."""
-    others = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)
-    ]
-    try:
-        time.sleep(0.5)
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
 
 
 @contextmanager
@@ -322,7 +307,7 @@ KINDS: dict[str, Kind] = {
     "tokenizer sleeps": Kind(
         "tokenizer", around=lambda pipe: slowed(type(pipe.tokenizer), "__call__", 0.3)
     ),
-    "other programs": Kind("The times are not comparable", around=lambda pipe: busy_cores()),
+    "other programs": Kind("The times are not comparable", around=lambda pipe: beside_others()),
     "threads": Kind(
         "threads 1 → 2", around=lambda pipe: held(torch.get_num_threads, torch.set_num_threads, 2)
     ),
@@ -533,7 +518,7 @@ def main() -> None:
     print(f"\nnamed in the first sentence: {sum(named)} of {len(named)}")
     for pairs, around, what, limit in (
         (options.pairs, nullcontext(), "as the machine is", 0),
-        (options.loaded_pairs, busy_cores(), "beside other programs", options.loaded_pairs // 100),
+        (options.loaded_pairs, beside_others(), "beside other programs", options.loaded_pairs // 100),
     ):
         told = accused(pairs, around) if pairs else []
         print(f"accused without a change, {what}: {len(told)} of {pairs} pairs (limit {limit})")

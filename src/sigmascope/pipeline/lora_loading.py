@@ -39,7 +39,7 @@ _ENDING: Final = re.compile(
     r"\.(?:processor\.)?(?:lora_[AB]|lora\.(?:up|down)|lokr_\w+|lora_magnitude_vector)(?:\.|$).*"
 )
 _BLOCK: Final = re.compile(r"(?<=\.)\d+(?=\.)")
-_LINES_OF_ERROR: Final = 200
+_MOST_CHARACTERS: Final = 200  # of an error of diffusers
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ def _given(family: Family, state: Mapping[str, Tensor]) -> dict[str, Tensor] | s
             ):  # as a model's own `load_lora_adapter` renames them
                 given = convert_unet_state_dict_to_peft(given)
     except Exception as error:  # noqa: BLE001 - whatever the loader raises, it takes nothing
-        said = " ".join(str(error).split())[:_LINES_OF_ERROR]
+        said = " ".join(str(error).split())[:_MOST_CHARACTERS]
         return f"its loader refuses the file ({type(error).__name__}: {said})"
     return given
 
