@@ -2,7 +2,7 @@
 
 ComfyUI's are those around a stored weight (`{name}_function`, `{name}_lowvram_function`), `convert_{name}` of scaled
 weights, `get_weight` of ComfyUI-GGUF's layers, and an adapter's `h` and `g` for a bypass. PEFT's are `get_delta_weight`, the
-norms of a DoRA and the rotations of an OFT. A quantised weight is dequantised by its own class, or by the library that it is
+norms of a DoRA and the rotations of an OFT; what else it has merges into a copy of the layer. A quantised weight is dequantised by its own class, or by the library that it is
 from.
 
 Nothing of the host changes: its functions are given copies, since ComfyUI's write into what they are given, and none that
@@ -93,8 +93,9 @@ def _in_module(model: object, key: str) -> Reading[UsedWeight]:
         around.append(layer)
         layer = inner
     for layer in reversed(around):  # the innermost acts first
-        for sign, adapter, kind in _running(layer, name):
-            form = _FORMS.get((kind, sign))
+        running = [*_running(layer, name)]
+        for sign, adapter, kind in running:
+            form = _FORMS.get((kind, sign), _merged if sign > 0 and len(running) == 1 else None)
             if form is None:
                 return Reading(None, f"PEFT forms no weight of this kind of change of {name}: {kind}")
             used = form(layer, adapter, used, stored)
@@ -157,6 +158,31 @@ def _rotated(layer: Any, adapter: str, used: Tensor, _stored: Tensor) -> Tensor:
     return (used.flatten(1).to(torch.float32) @ matrix.T).reshape(used.shape)
 
 
+def _merged(layer: Any, adapter: str, used: Tensor, _stored: Tensor) -> Tensor:
+    """Any other kind's: what `merge` makes of a copy of the layer around a copy of the weight.
+
+    Raises:
+        LookupError: The weight is no plain one, or the layer does not merge.
+    """
+    base = wrapped(layer)
+    if type(base) not in _PLAIN_LAYERS or base.weight.shape != used.shape:
+        raise LookupError(
+            f"a {type(layer).__name__} around a {type(base).__name__} is not merged to be looked at"
+        )
+    held, around = copy(base), copy(layer)
+    parameters = {
+        name: own if own is None else nn.Parameter(own.detach().clone())
+        for name, own in base._parameters.items()
+    }
+    vars(held)["_parameters"] = parameters | {"weight": nn.Parameter(used.detach().clone())}
+    vars(around).update(_modules={**layer._modules, "base_layer": held}, merged_adapters=[])
+    around.merge(adapter_names=[adapter])
+    if adapter not in around.merged_adapters:
+        raise LookupError(f"a {type(layer).__name__} does not merge")
+    return held.weight.detach()
+
+
+_PLAIN_LAYERS: Final = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding})
 _FORMS: Final[Mapping[tuple[str, int], Callable[[Any, str, Tensor, Tensor], Tensor]]] = {
     **dict.fromkeys((("lora", 1), ("loha", 1), ("lokr", 1)), _added),
     **dict.fromkeys((("lora", -1), ("loha", -1), ("lokr", -1)), _taken_out),

@@ -22,17 +22,17 @@ Weights = Mapping[str, Tensor]
 
 
 class Tiny(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore[misc]
-    """Three layers with the adapters of diffusers' models."""
+    """Four layers with the adapters of diffusers' models; the last is as WAN's of patches."""
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(24, 32, bias=False), nn.Linear(32, 40)
-        self.three = nn.Conv2d(4, 6, 3)
+        self.three, self.four = nn.Conv2d(4, 6, 3), nn.Conv3d(3, 5, (1, 2, 2))
 
 
 def file_of(model: nn.Module, number: int) -> dict[str, Tensor]:
-    """A LoRA for two of the three layers, or for all."""
+    """A LoRA for three of the four layers."""
     generator = torch.Generator().manual_seed(number)
     state: dict[str, Tensor] = {}
     for place, (name, layer) in enumerate(model.named_children()):
@@ -50,7 +50,7 @@ def used_weights(model: nn.Module) -> dict[str, Tensor]:
     own = copy.deepcopy(model).double()
     found = {}
     with torch.no_grad():
-        for name, shape in (("one", (24,)), ("two", (32,)), ("three", (4, 3, 3))):
+        for name, shape in (("one", (24,)), ("two", (32,)), ("three", (4, 3, 3)), ("four", (3, 1, 2, 2))):
             size = int(torch.tensor(shape).prod())
             layer = own.get_submodule(name)
             units = torch.eye(size, dtype=torch.float64).reshape(size, *shape)

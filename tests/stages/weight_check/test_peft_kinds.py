@@ -4,7 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
+from peft import (
+    AdaLoraConfig,
+    BOFTConfig,
+    FourierFTConfig,
+    GraloraConfig,
+    HRAConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    MissConfig,
+    OFTConfig,
+    inject_adapter_in_model,
+)
 from torch import Tensor, nn
 
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
@@ -16,11 +29,19 @@ KINDS: dict[str, Any] = {
     "loha": lambda: LoHaConfig(r=2, init_weights=False, **TARGET),
     "lokr": lambda: LoKrConfig(r=2, init_weights=False, **TARGET),
     "oft": lambda: OFTConfig(r=0, oft_block_size=4, init_weights=False, **TARGET),
+    "boft": lambda: BOFTConfig(boft_block_size=4, init_weights=False, **TARGET),
+    "hra": lambda: HRAConfig(r=2, init_weights=False, **TARGET),
+    "ia3": lambda: IA3Config(feedforward_modules=[], init_ia3_weights=False, **TARGET),
+    "adalora": lambda: AdaLoraConfig(init_r=4, target_r=2, total_step=10, **TARGET),
+    "miss": lambda: MissConfig(r=4, init_weights=False, **TARGET),
+    "gralora": lambda: GraloraConfig(r=4, gralora_k=2, init_weights=False, **TARGET),
+    "fourier": lambda: FourierFTConfig(n_frequency=10, init_weights=False, **TARGET),
 }
 LAYERS: dict[str, Any] = {
     "linear": lambda: nn.Linear(8, 12),
     "conv": lambda: nn.Conv2d(8, 12, 3, padding=1),
     "1 × 1": lambda: nn.Conv2d(8, 12, 1),
+    "video": lambda: nn.Conv3d(8, 12, 3, padding=1),
     "words": lambda: nn.Embedding(12, 8),
 }
 
@@ -35,39 +56,61 @@ def by_forward(layer: nn.Module, shape: torch.Size) -> Tensor:
         output: Tensor = layer(units) - layer(torch.zeros_like(units))
         if units.ndim > 2:
             middle = (shape[-1] - 1) // 2
-            output = output[:, :, middle, middle]
+            output = output[(..., *[middle] * (units.ndim - 2))]
     return output.double().mT.reshape(shape)
 
 
+def found_of(model: Any, baseline: Any) -> dict[str, Any]:
+    """The analysis, which leaves every tensor of the model where and as it is."""
+    state = {name: (held.clone(), held.data_ptr()) for name, held in model.state_dict().items()}
+    found: dict[str, Any] = analyze_lora_application_results(baseline, model, None, model)
+    after = model.state_dict()
+    assert all(torch.equal(after[n], old) and after[n].data_ptr() == at for n, (old, at) in state.items())
+    return found
+
+
 @pytest.mark.parametrize(
-    ("kind", "of", "result"),
+    ("kind", "of", "adapters", "result"),
     [
-        *[("dora", of, "confirmed") for of in LAYERS],
-        *[(kind, of, "confirmed") for kind in ("loha", "lokr") for of in ("linear", "conv")],
-        *[("oft", of, "measured") for of in ("linear", "1 × 1")],
+        *[("dora", of, ["one", "two"], "confirmed") for of in LAYERS],
+        *[(kind, of, ["one", "two"], "confirmed") for kind in ("loha", "lokr") for of in ("linear", "conv")],
+        *[("oft", of, ["one", "two"], "measured") for of in ("linear", "1 × 1")],
+        *[(kind, "conv", ["one"], "measured") for kind in ("boft", "hra", "ia3", "adalora")],
+        *[(kind, "linear", ["one"], "measured") for kind in ("boft", "miss", "gralora", "fourier")],
+        ("ia3", "video", ["one"], "measured"),
     ],
 )
-def test_two_of_a_kind_are_the_weight_of_the_forward_pass(kind: str, of: str, result: str) -> None:
+def test_a_kind_is_the_weight_of_the_forward_pass(
+    kind: str, of: str, adapters: list[str], result: str
+) -> None:
     torch.manual_seed(0)
     model: Any = nn.ModuleDict({"layer": LAYERS[of]()}).eval()
     before = model["layer"].weight.detach().double().clone()
     baseline = capture_lora_baseline(model, None)
-    for adapter in ("one", "two"):
+    for adapter in adapters:
         inject_adapter_in_model(KINDS[kind](), model, adapter)
     for name, parameter in model.named_parameters():
-        if ".one" in name or ".two" in name:
+        if any(f".{adapter}" in name for adapter in adapters):
             parameter.data += 0.1 * torch.randn_like(parameter)
-    model["layer"].set_adapter(["one", "two"])
-    state = {name: (held.clone(), held.data_ptr()) for name, held in model.state_dict().items()}
-    found = analyze_lora_application_results(baseline, model, None, model)
-    after = model.state_dict()
-    assert all(torch.equal(after[n], old) and after[n].data_ptr() == at for n, (old, at) in state.items())
-    norm = float((by_forward(model["layer"].eval(), before.shape) - before).norm())
+    model["layer"].set_adapter(adapters)
+    found = found_of(model.eval(), baseline)
+    norm = float((by_forward(model["layer"], before.shape) - before).norm())
     changes = found["unet_weight_changes"]
     assert changes["checked"]["layer.weight"]["result"] == result
     assert changes["checked"]["layer.weight"]["used_norm"] == pytest.approx(norm, rel=1e-3)
     assert changes["keys_value_changed"]["layer.weight"]["delta_norm"] == pytest.approx(norm, rel=1e-3)
     assert found["effective"] is True
+
+
+def test_two_of_a_kind_that_only_peft_merges_are_not_known() -> None:
+    model: Any = nn.ModuleDict({"layer": nn.Linear(8, 12)}).eval()
+    baseline = capture_lora_baseline(model, None)
+    for adapter in ("one", "two"):
+        inject_adapter_in_model(KINDS["hra"](), model, adapter)
+    model["layer"].set_adapter(["one", "two"])
+    found = found_of(model, baseline)
+    assert found["unet_weight_changes"]["checked"]["layer.weight"]["result"] == "unavailable"
+    assert found["effective"] is None
 
 
 def test_an_untrained_rotation_is_known_to_change_nothing() -> None:
