@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 from tests.conftest import Pretend
-from tests.families import make_pipeline
+from tests.families import generate, make_pipeline
 from tests.families.loras import lora_state, modules_of
+from tests.pretend_device import Kind
 
 from sigmascope import watch
 
@@ -44,3 +45,31 @@ def test_the_host_waits_a_few_times_for_a_method_and_not_for_each_layer(
     assert [name for name, found in facts.items() if found["effective"]] == ["load", "set_adapters", "delete"]
     assert facts["load"]["applied_verdict"]["modules_there"] == len(modules_of(state)) > 30
     assert {name: found for name, found in waits.items() if found.total() > MOST_WAITS} == {}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_zeros_that_were_there_before_the_watch_are_found_without_a_wait(
+    pretend: Pretend, kind: Kind, tmp_path: Path
+) -> None:
+    pipeline = make_pipeline("sd15")
+    state = lora_state(pipeline, ["unet"], only="attn")
+    save_file(state, tmp_path / "style.safetensors")
+    pipeline.load_lora_weights(tmp_path / "style.safetensors", adapter_name="style")
+    ids: dict[float, list[list[str]]] = {}
+    waits: dict[float, list[Counter[str]]] = {}
+    with pretend(kind) as device:
+        pipeline.to(kind)
+        for factor in (1.0, 0.0):
+            for name, tensor in pipeline.unet.named_parameters():
+                if "lora_B" in name:
+                    tensor.data.mul_(factor)
+            for _ in range(2):
+                device.waits.clear()
+                with watch(pipeline) as run:
+                    generate(pipeline, "sd15")
+                    waits.setdefault(factor, []).append(Counter(wait.place for wait in device.our_waits))
+                found = [one.id for one in run.record().findings if one.id.startswith("lora_")]
+                ids.setdefault(factor, []).append(found)
+    assert ids == {1.0: [[], []], 0.0: [["lora_is_zero"]] * 2}
+    if kind == "cuda":
+        assert waits[0.0] == waits[1.0]

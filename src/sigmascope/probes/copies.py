@@ -111,12 +111,12 @@ class Pending(Generic[T]):
 
     Args:
         make: Makes it.
-        copies: That it is made of.
+        copies: That it is made of, or what is made of others.
     """
 
     __slots__ = ("_copies", "_made", "_make")
 
-    def __init__(self, make: Callable[[], T], copies: Iterable[HostCopy] = ()) -> None:
+    def __init__(self, make: Callable[[], T], copies: "Iterable[HostCopy | Pending[Any]]" = ()) -> None:
         self._make: Callable[[], T] | None = make
         self._copies = tuple(copies)
         self._made: T | None = None
@@ -125,13 +125,17 @@ class Pending(Generic[T]):
         """Whether all copies are there. Does not wait, and never raises."""
         return all(copy.has_arrived() for copy in self._copies)
 
+    def ask(self) -> bool:
+        """The same, but raises where a copy cannot come: see `HostCopy.ask`."""
+        return all(copy.ask() for copy in self._copies)
+
     def result(self) -> T:
         """Make it; waits for copies that are still on their way.
 
         Raises:
             Exception: What making it raises, which is tried again next time, or what a device says whose copy cannot come.
         """
-        while not all(copy.ask() for copy in self._copies):
+        while not self.ask():
             time.sleep(_LOOK_EVERY)
         if self._make is not None:
             self._made = self._make()

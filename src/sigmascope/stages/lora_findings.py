@@ -14,9 +14,10 @@ from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import sort_patches
 from sigmascope.lora.verdict import LoraVerdict, is_opposed, opposed_finding, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.copies import Pending
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.stages.lora_on_model import alike, elements_of_change, read_extremes
+from sigmascope.stages.lora_on_model import alike, begin_extremes, elements_of_change
 from sigmascope.stages.model_snapshot import ModelPatches, ModelSnapshot
 from sigmascope.stages.schema import (
     OutsideLora,
@@ -24,6 +25,7 @@ from sigmascope.stages.schema import (
     ShareAndNoise,
     WeightChanges,
 )
+from sigmascope.stages.signed_patches import begin_contents
 from sigmascope.stages.weight_verdict import NOT_SEEN
 from sigmascope.units import counted
 
@@ -224,15 +226,33 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
         applied: The changes on the model, whose tensors are looked at; an accelerator is waited for.
         before: The model at the baseline.
     """
+    return _begin_idle_changes(applied, before).result()
+
+
+def _begin_idle_changes(applied: ModelPatches, before: ModelSnapshot) -> Pending[list[IdleChange]]:
+    acting = {key: sort_patches(patches).acting for key, patches in applied.by_key().items()}
+    several = {key: patches for key, patches in acting.items() if len(patches) > 1}
+    extremes = begin_extremes(applied.patches)
+    contents = begin_contents(patch for patches in several.values() for patch in patches)
+    return Pending(
+        lambda: _idle_changes(applied, before, extremes.result(), alike(several, contents.result())),
+        [extremes, contents],
+    )
+
+
+def _idle_changes(
+    applied: ModelPatches,
+    before: ModelSnapshot,
+    extremes: Mapping[int, Reading[list[float]]],
+    same_contents: Iterable[tuple[str, list[AppliedPatch], bool]],
+) -> list[IdleChange]:
     kept = attempt(before.kept.result).value
     acted: dict[str, set[str | None]] = {}
     for patch in sort_patches(kept.patches if kept else ()).acting:
         acted.setdefault(patch.key, set()).add(patch.source)
-    ends = {patch: found.value or [] for patch, found in read_extremes(applied.patches).items()}
+    ends = {patch: found.value or [] for patch, found in extremes.items()}
     zero = {patch for patch, own in ends.items() if (0.0, 0.0) in zip(own[::2], own[1::2], strict=True)}
-    acting = {key: sort_patches(patches).acting for key, patches in applied.by_key().items()}
-    several = {key: patches for key, patches in acting.items() if len(patches) > 1}
-    cancelled = {id(patch) for _, same, is_nothing in alike(several) if is_nothing for patch in same}
+    cancelled = {id(patch) for _, same, is_nothing in same_contents if is_nothing for patch in same}
     return [
         IdleChange(patch.key, "lora_cancelled")
         if id(patch) in cancelled and patch.key not in acted
@@ -241,15 +261,23 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
     ]
 
 
-def all_idle(applied: ModelPatches) -> list[IdleChange]:
-    """Why each change on a model has no effect, by itself and without a baseline; nothing if one may have an effect."""
+def begin_all_idle(applied: ModelPatches) -> Pending[list[IdleChange]]:
+    """Why each change on a model has no effect, by itself and without a baseline; nothing if one may have an effect.
+
+    Does not wait for an accelerator.
+    """
     few = [patch for patches in islice(applied.by_key().values(), _FIRST_LOOK) for patch in patches]
-    idle: list[IdleChange] = []
-    for patches in (tuple(few), applied.patches):  # where one of the first acts, the others need not be read
-        idle = idle_changes(ModelPatches(patches), ModelSnapshot("LoRA"))
-        if any(change.cause == "lora_without_effect" for change in idle):
-            return []
-    return idle
+    first = _begin_unless_one_acts(tuple(few))
+    if first.has_arrived() and not first.result():  # the others need not be read
+        return first
+    return _begin_unless_one_acts(applied.patches)
+
+
+def _begin_unless_one_acts(patches: tuple[AppliedPatch, ...]) -> Pending[list[IdleChange]]:
+    begun = _begin_idle_changes(ModelPatches(patches), ModelSnapshot("LoRA"))
+    return begun.then(
+        lambda idle: [] if any(change.cause == "lora_without_effect" for change in idle) else idle
+    )
 
 
 _FIRST_LOOK: Final = 8  # weights

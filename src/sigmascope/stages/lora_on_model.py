@@ -9,7 +9,7 @@ and how every two of them overlap.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -26,7 +26,7 @@ from sigmascope.lora.compatibility import judge_lora, shapes_of
 from sigmascope.lora.effect import ChangeBases, LoraOverlap, angles_of, effect_of, overlaps
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, family_in, read_training_facts
-from sigmascope.lora.linalg import as_float64, read_numbers, root_sum_square
+from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.norms_at_once import norms_at_once
 from sigmascope.lora.patches import rank_together, scale_of_patch, sort_patches, strength_of
@@ -34,6 +34,7 @@ from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import LoraVerdict, is_opposed
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
+from sigmascope.probes.copies import HostCopy, Pending, copy_to_host
 from sigmascope.probes.fingerprints import positions
 from sigmascope.probes.reading import Reading, attempt, attribute, lookup, sequence
 from sigmascope.records.memory import mib
@@ -378,6 +379,12 @@ def read_extremes(patches: Sequence[AppliedPatch]) -> dict[int, Reading[list[flo
 
     Tensors that are alike are looked at together, and each device is read once.
     """
+    told = attempt(begin_extremes(patches).result)
+    return told.value or {id(patch): Reading(None, told.reason) for patch in patches}
+
+
+def begin_extremes(patches: Sequence[AppliedPatch]) -> Pending[dict[int, Reading[list[float]]]]:
+    """The same without waiting for an accelerator; the patches must live until it is there."""
     told: dict[int, Reading[list[float]]] = {}
     floating: dict[int, list[Tensor]] = {}
     for patch in patches:
@@ -398,14 +405,29 @@ def read_extremes(patches: Sequence[AppliedPatch]) -> dict[int, Reading[list[flo
         found = attempt(lambda same=members: [*_ends([*same.values()])])  # type: ignore[misc]
         reasons |= dict.fromkeys(members, found.reason)
         ends |= zip(members, found.value or (), strict=found.value is not None)
-    read = attempt(lambda: read_numbers([*ends.values()]))
-    numbers = iter(read.value or ())
-    pairs = {name: [next(numbers), next(numbers)] for name in ends} if read.value else {}
-    for name, tensors in floating.items():
-        unread = next((reasons[id(tensor)] for tensor in tensors if reasons[id(tensor)]), read.reason)
-        known = [number for tensor in tensors for number in pairs.get(id(tensor), ())]
-        told[name] = Reading(None, unread) if unread else Reading(known)
-    return told
+    names = {patch: [id(tensor) for tensor in tensors] for patch, tensors in floating.items()}
+    copied = attempt(lambda: _ends_by_device(ends))
+    copies = copied.value or []
+
+    def finished() -> dict[int, Reading[list[float]]]:
+        pairs: dict[int, list[float]] = {}
+        for own, copy in copies:
+            pairs |= zip(own, copy.tensor.tolist(), strict=True)
+        for patch, tensors in names.items():
+            unread = next((reasons[tensor] for tensor in tensors if reasons[tensor]), copied.reason)
+            known = [number for tensor in tensors for number in pairs.get(tensor, ())]
+            told[patch] = Reading(None, unread) if unread else Reading(known)
+        return told
+
+    return Pending(finished, [copy for _, copy in copies])
+
+
+def _ends_by_device(ends: Mapping[int, Tensor]) -> list[tuple[list[int], HostCopy]]:
+    """The (2,) of each as one copy of (n, 2) from each device and dtype."""
+    groups: dict[object, list[int]] = {}
+    for name, pair in ends.items():
+        groups.setdefault((pair.device, pair.dtype), []).append(name)
+    return [(own, copy_to_host(torch.stack([ends[name] for name in own]))) for own in groups.values()]
 
 
 def _why_no_values(patch: AppliedPatch) -> str | None:
@@ -442,7 +464,8 @@ def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwic
         and len(acting := sort_patches(patches).acting) > 1
     }
     found: dict[tuple[tuple[str, ...], bool, bool], list[tuple[str, list[float]]]] = {}
-    for key, patches, cancelled in alike(several):
+    contents = contents_of(patch for patches in several.values() for patch in patches)
+    for key, patches, cancelled in alike(several, contents):
         names = tuple(patch.source or "" for patch in patches)
         strengths = attempt(lambda same=patches: _strengths(same)).value or []  # type: ignore[misc]
         found.setdefault((names, cancelled, is_opposed(strengths)), []).append((key, strengths))
@@ -464,9 +487,10 @@ def _strengths(same: Sequence[AppliedPatch]) -> list[float]:
     return [strength_of(patch) * scale_of_patch(patch) / scale for patch in same]
 
 
-def alike(acting: _ByKey) -> Iterator[tuple[str, list[AppliedPatch], bool]]:
-    """Of each weight the changes that have the same contents, and whether they sum to nothing."""
-    contents = contents_of(patch for patches in acting.values() for patch in patches)
+def alike(
+    acting: _ByKey, contents: Mapping[Hashable, Content]
+) -> Iterator[tuple[str, list[AppliedPatch], bool]]:
+    """Of each weight the changes that have the same contents (by `key_of`), and whether they sum to nothing."""
     for key, patches in acting.items():
         alike: dict[Content, list[AppliedPatch]] = {}
         for patch in patches:

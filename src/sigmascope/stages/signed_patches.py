@@ -37,7 +37,6 @@ from sigmascope.probes.fingerprints import (
     Fingerprint,
     Readings,
     begin_fingerprints,
-    fingerprints,
     positions,
 )
 from sigmascope.probes.reading import Reading, attempt
@@ -131,9 +130,14 @@ def key_of(patch: AppliedPatch) -> _Key:
 
 def contents_of(patches: Iterable[AppliedPatch]) -> dict[_Key, Content]:
     """What each change contains, whatever its name and strength; those that cannot be read are left out."""
+    return attempt(begin_contents(patches).result).value or {}
+
+
+def begin_contents(patches: Iterable[AppliedPatch]) -> Pending[dict[_Key, Content]]:
+    """The same without waiting for an accelerator."""
     keyed = [(key_of(patch), patch) for patch in patches]
     outlines = [_Outline(key, tuple(patch.tensors)) for key, patch in keyed]
-    return _contents(outlines, fingerprints(_tensors_of(keyed)))
+    return begin_fingerprints(_tensors_of(keyed)).then(partial(_contents, outlines))
 
 
 def _tensors_of(patches: Iterable[tuple[_Key, AppliedPatch]]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from sigmascope.integrations.diffusers.denoising import Denoising
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
 from sigmascope.integrations.diffusers.recipe import (
     Content,
-    idle_lora_findings,
+    begin_idle_lora_findings,
     loras_of,
     models_of,
     weights_states,
@@ -50,6 +50,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
 from sigmascope.monitor.recorder import LiveStage
+from sigmascope.probes.copies import Pending
 from sigmascope.probes.model_fingerprints import begin_combined_fingerprint, told
 from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import Reading
@@ -204,13 +205,12 @@ class CallObserver(Observer):
         }
         recipe |= {"generator_states": states} if states else {}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
-        idle = read("watch.lora", lambda: idle_lora_findings(pipeline, loras or {}, arguments))
-        if idle:
-            stage.fact(IDLE_LORAS, idle)
+        idle = read("watch.lora", lambda: begin_idle_lora_findings(pipeline, loras or {}, arguments))
         contents = [
             *tensors.values(),
             *(models or {}).values(),
             *(lora["content"] for lora in (loras or {}).values()),
+            *([] if idle is None else [idle]),
         ]
 
         def tell() -> None:
@@ -224,6 +224,9 @@ class CallObserver(Observer):
             stage.fact(RECIPE, {**recipe, "models": fingerprints, "loras": None if loras is None else known})
             for name, reading in readings.items():
                 stage.account_for(f"{RECIPE}.models.{name}", reading)
+            found = idle.result() if idle is not None and idle.has_arrived() else []
+            if found:
+                stage.fact(IDLE_LORAS, found)
 
         tell()
         if not _have_arrived(contents):
@@ -241,7 +244,7 @@ class CallObserver(Observer):
             )
 
 
-def _have_arrived(contents: Sequence[Content]) -> bool:
+def _have_arrived(contents: Sequence[Pending[Any]]) -> bool:
     return all(content.has_arrived() for content in contents)
 
 

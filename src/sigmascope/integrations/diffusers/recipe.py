@@ -170,14 +170,14 @@ def loras_of(
     return loras
 
 
-def idle_lora_findings(
+def begin_idle_lora_findings(
     pipeline: object, loras: Mapping[str, Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+) -> Pending[list[dict[str, Any]]]:
     """Why the LoRAs of a call do nothing, where none of them acts.
 
     A LoRA that was on the pipeline before the watch began has no stage that could say so, nor has one that the call itself
-    scales to 0. Of LoRAs that run, the values are looked at once, on the CPU: zeros, or the same with strengths that
-    sum to 0.
+    scales to 0. Of LoRAs that run, the values are looked at once: zeros, or the same with strengths that sum to 0. An
+    accelerator is not waited for.
 
     Args:
         pipeline: What was called.
@@ -185,19 +185,19 @@ def idle_lora_findings(
         arguments: Of the call, by name.
     """
     if not loras:
-        return []
+        return Pending(list)
     scaled = next((name for name, scale in lora_scales(arguments).items() if scale == 0), None)
     acts = any(lora["active"] for lora in loras.values())
-    state = tuple((name, *_state_of(lora)) for name, lora in loras.items())
-    if acts and scaled is None and (state in _ACTING or not all(content for *_, content in state)):
-        return []
+    if acts and scaled is None and not _is_to_be_looked_at(loras):
+        return Pending(list)
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
-    from sigmascope.stages.lora_findings import IdleChange, all_idle, idle_findings
+    from sigmascope.stages.lora_findings import IdleChange, begin_all_idle, idle_findings
     from sigmascope.stages.model_snapshot import ModelPatches
 
     patches = read_adapters(pipeline).value or ()
     attached = [lora for name, part in models_in(pipeline).items() for lora in _attached(name, part).values()]
     idle: list[IdleChange] = []
+    begun: Pending[list[IdleChange]] | None = None
     if not acts:
         idle = [IdleChange(patch.key, f"lora_{patch.cause}") for patch in patches if patch.cause is not None]
         layers = sum(lora["layers"] for lora in attached)
@@ -206,13 +206,15 @@ def idle_lora_findings(
         acting = [patch for patch in patches if patch.state in ("lazy", "merged")]
         if scaled and all(patch.state == "lazy" and patch.adapter_type in _SCALED for patch in acting):
             idle = [IdleChange(patch.key, "lora_scaled_to_zero", scaled) for patch in acting]
-        elif all(tensor.device.type == "cpu" for patch in patches for tensor in patch.tensors.values()):
-            idle = all_idle(ModelPatches(patches))
-    if acts and not idle:
-        _ACTING[state] = None
-        while len(_ACTING) > _MOST_STATES:
-            del _ACTING[next(iter(_ACTING))]
-    return [asdict(finding) for finding in idle_findings(idle)]
+        else:
+            begun = begin_all_idle(ModelPatches(patches))
+
+    def told_of(idle: list[IdleChange]) -> list[dict[str, Any]]:
+        if acts and not idle:
+            _remember_acting(loras)
+        return [asdict(finding) for finding in idle_findings(idle)]
+
+    return (Pending(lambda: idle) if begun is None else begun).then(told_of)
 
 
 _ACTING: Final[dict[tuple[object, ...], None]] = {}
@@ -220,10 +222,24 @@ _ACTING: Final[dict[tuple[object, ...], None]] = {}
 _MOST_STATES: Final = 100
 
 
-def _state_of(lora: Mapping[str, Any]) -> tuple[object, ...]:
-    """What tells whether a LoRA was looked at before; its content is None where that is not at hand."""
-    content: Content = lora["content"]
-    return lora["strength"], lora["active"], told(content).value if content.has_arrived() else None
+def _is_to_be_looked_at(loras: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether they were not seen to act; of what cannot be told apart later, nothing is looked at."""
+    contents: list[Content] = [lora["content"] for lora in loras.values()]
+    if not all(content.has_arrived() for content in contents):
+        return True
+    return all(told(content).value for content in contents) and _state_of(loras) not in _ACTING
+
+
+def _remember_acting(loras: Mapping[str, Mapping[str, Any]]) -> None:
+    _ACTING[_state_of(loras)] = None
+    while len(_ACTING) > _MOST_STATES:
+        del _ACTING[next(iter(_ACTING))]
+
+
+def _state_of(loras: Mapping[str, Mapping[str, Any]]) -> tuple[object, ...]:
+    return tuple(
+        (name, lora["strength"], lora["active"], told(lora["content"]).value) for name, lora in loras.items()
+    )
 
 
 _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})

@@ -21,6 +21,7 @@ from sigmascope.integrations.diffusers import pipeline_call
 from sigmascope.integrations.diffusers.arguments import other_arguments
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.reader import load_lora
+from sigmascope.probes.copies import Pending
 from sigmascope.records.run import Run
 from sigmascope.stages import lora_findings
 
@@ -244,11 +245,11 @@ def test_a_fused_lora_is_not_scaled_by_the_call(tmp_path: Path, unwatched: Tenso
 def test_a_lora_that_acts_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[object] = []
 
-    def look(applied: object) -> list[object]:
+    def look(applied: object) -> Pending[list[object]]:
         looks.append(applied)
-        return []
+        return Pending(list)
 
-    monkeypatch.setattr(lora_findings, "all_idle", look)
+    monkeypatch.setattr(lora_findings, "begin_all_idle", look)
     pipeline = loaded(lora_file(tmp_path, seed=9))
     for strengths in ([1.0], [1.0], [0.5]):
         pipeline.set_adapters(["style"], strengths)
