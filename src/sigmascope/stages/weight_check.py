@@ -59,17 +59,18 @@ Checks = Mapping[str, WeightCheck]
 
 
 class _Coarse(NamedTuple):
-    """How a weight is stored, and ‖ΔW‖/‖W‖ of rounding to that."""
+    """What the sum of weight and change is rounded to, and ‖ΔW‖/‖W‖ of that."""
 
     dtype: str
     rounding: float
 
     @classmethod
-    def of(cls, stored: Tensor, is_merged: bool) -> "_Coarse":
-        """Codes are rounded only where something was merged into them."""
-        if is_quantised(stored):
-            return cls("its codes", _ROUNDING_OF_CODES if is_merged else 0.0)
-        return cls(str(stored.dtype).removeprefix("torch."), rounding(stored.dtype))
+    def of(cls, stored: Tensor, used: Tensor, is_merged: bool) -> "_Coarse":
+        """How a weight is stored counts only where something was merged into it."""
+        if is_merged and is_quantised(stored):
+            return cls("its codes", _ROUNDING_OF_CODES)
+        dtype = (stored if is_merged else used).dtype
+        return cls(str(dtype).removeprefix("torch."), rounding(dtype))
 
 
 class _Compared(NamedTuple):
@@ -207,7 +208,7 @@ class _Layer:
             acting, inside = (), ()
         used = weight.used.detach()
         shape, device = tuple(used.shape), used.device
-        coarse = _Coarse.of(self.looks.held.base[self.key], bool(unmerged or inside))
+        coarse = _Coarse.of(self.looks.held.base[self.key], used, bool(unmerged or inside))
         whole = None if changed else copy_to_device(original, device)
         sums = [_Sum(patches, shape, device, whole) for patches in ((*inside, *acting), acted)]
         if whole is not None:

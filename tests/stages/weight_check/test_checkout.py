@@ -174,14 +174,17 @@ def test_a_quantised_weight_is_dequantised_by_the_host(comfy: Checkout, kind: st
     change = used_by(clone.model.matrix) - before
     found = analysis(baseline, clone)
     check, told = checked(found), found["unet_weight_changes"]
-    assert check["result"] == "confirmed"
+    scales_the_change = (
+        float(change.norm()) < 0.1 * NORM
+    )  # low VRAM on scaled fp8 before LowVramPatch knew of scales
+    assert check["result"] == ("contradicted" if scales_the_change else "confirmed")
     assert check["used_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
     assert check["weight_norm"] == pytest.approx(float(before.norm()), rel=1e-3)
+    doubts = {one["id"] for one in found["findings"]} & {"lora_not_as_predicted", "lora_weights_disagree"}
+    assert doubts == ({"lora_weights_disagree"} if scales_the_change else set())
     if kind == "scaled fp8":
-        wanted = 0.5 * float((UP.double() @ DOWN.double()).norm())
-        assert told["delta_norm"] == pytest.approx(wanted if in_part else float(change.norm()), rel=1e-3)
+        assert told["delta_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
         assert told["relative_change"] == pytest.approx(told["delta_norm"] / float(before.norm()), rel=1e-3)
-        assert "lora_not_as_predicted" not in {finding["id"] for finding in found["findings"]}
 
 
 def test_a_function_that_forgets_the_scale_of_a_layer_contradicts(
