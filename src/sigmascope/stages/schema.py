@@ -323,8 +323,8 @@ class WeightCheck(TypedDict):
     """One layer: the change of the weight that it really uses, beside the predicted one.
 
     `result` is `confirmed`, `contradicted`, `measured` where nothing predicts the change (an OFT of PEFT), or `unavailable`
-    with the reason. `difference_norm` is the norm of the used
-    weight less the predicted one, and `elements` how many were compared: all, or a thousand.
+    with the reason. `difference_norm` is the norm of the used weight less the predicted one, `rounding_norm` of a
+    change that rounding alone explains, and `elements` how many were compared: all, or a thousand.
     """
 
     result: str
@@ -332,6 +332,7 @@ class WeightCheck(TypedDict):
     used_norm: float | None
     difference_norm: float | None
     weight_norm: float | None
+    rounding_norm: float | None
     elements: int | None
     unavailable: dict[str, str]
 

@@ -325,6 +325,7 @@ def _check(compared: _Compared, squares: Sequence[float]) -> WeightCheck:
         used_norm=norms["change"] if why is None else None,
         difference_norm=norms["difference"] if is_compared else None,
         weight_norm=norms["weight"],
+        rounding_norm=compared.stored.rounding * norms["weight"],
         elements=compared.elements,
     )
 
@@ -377,10 +378,8 @@ def _is_measured(verdict: WeightVerdict | None) -> bool:
 
 
 def _acts(check: WeightCheck) -> bool:
-    used, predicted = check["used_norm"], check["predicted_norm"]
-    if check["result"] == "measured":
-        return (used or 0.0) > rounding(torch.float32) * (check["weight_norm"] or 0.0)
-    return used is not None and predicted is not None and used > _WITHIN * predicted
+    used, predicted = check["used_norm"] or 0.0, check["predicted_norm"] or 0.0
+    return used > (_WITHIN * predicted if check["result"] == "confirmed" else check["rounding_norm"] or 0.0)
 
 
 def _by_use(verdict: WeightVerdict | None, check: WeightCheck) -> WeightVerdict:
