@@ -628,10 +628,11 @@ def told_by_lora(lora: LoraFile, layers: Iterable[str], layout: ModelLayout) -> 
     if family is None or family in UNET_FAMILIES:
         return layout
     paths = _paths_in(layers, layout)
-    own = [path for path in paths if is_layer_of(family, path)]
+    start = _wrapper_of(paths)
+    own = [path for path in (path.removeprefix(start) for path in paths) if is_layer_of(family, path)]
     if not own or 2 * len(own) < len(paths):
         return layout
-    return replace(layout, family=family, naming=_naming(lora, family, dict.fromkeys(own, ())))
+    return ModelLayout(family, _naming(lora, family, dict.fromkeys(own, ())), _inside(layout, start))
 
 
 def layout_as(
@@ -652,8 +653,7 @@ def layout_as(
     if layout.family == family:
         return layout
     of_paths = {path: shapes[layer] for layer in shapes for path in _paths_in([layer], layout)}
-    wrappers = unwrapped(of_paths)
-    start = next((key.removesuffix(path) for key, path in wrappers.items() if key.endswith(path)), "")
+    start = _wrapper_of(of_paths)
     own = {path.removeprefix(start): shape for path, shape in of_paths.items()}
     of_family = {path: shape for path, shape in own.items() if _is_of(family, path)}
     otherwise = family_misfit(family, own) if of_family else "none of its layers has a name of that family"
@@ -662,8 +662,18 @@ def layout_as(
             f"--family {family}: the model is not one of {title_of(family)}: {otherwise}.",
             hint="Leave --family out, or give the model that the LoRA is for.",
         )
-    prefixes = {**layout.prefixes, "denoiser": layout.prefixes.get("denoiser", "") + start}
-    return ModelLayout(family, _naming(lora, family, of_family), prefixes)
+    return ModelLayout(family, _naming(lora, family, of_family), _inside(layout, start))
+
+
+def _wrapper_of(paths: Iterable[str]) -> str:
+    """What a wrapper put before the layers of a model (`unwrapped`), or nothing."""
+    wrapped = unwrapped(paths)
+    return next((key.removesuffix(path) for key, path in wrapped.items() if key.endswith(path)), "")
+
+
+def _inside(layout: ModelLayout, start: str) -> dict[Part, str]:
+    """The prefixes of a model whose denoiser is in a wrapper."""
+    return {**layout.prefixes, "denoiser": layout.prefixes.get("denoiser", "") + start}
 
 
 def _is_of(family: str, path: str) -> bool:

@@ -7,7 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sigmascope import convert_lora, judge_lora, load_lora, merge_into_checkpoint, merge_into_model
+from sigmascope import (
+    convert_lora,
+    extract_lora,
+    judge_lora,
+    load_lora,
+    merge_into_checkpoint,
+    merge_into_model,
+)
+from sigmascope.lora.extract import ExtractOptions
+from sigmascope.lora.families import layout_of
 
 from .layouts import LAYOUTS, NO_ORIGINAL, Layout, goes_back, merged_into_single_files
 from .models import FAMILIES, layers, rows, single_file, tiny
@@ -137,6 +146,58 @@ def test_converted_there_and_back_nothing_is_lost(name: str, format: str, tmp_pa
     changes = factors_of(tmp_path / "peft.safetensors")
     lost = {path for path, change in truth.items() if path not in changes or not close(changes[path], change)}
     assert lost == set()
+
+
+WRAPPED = {
+    "sd15-kohya": "module.",
+    "sdxl-onetrainer": "module.model.diffusion_model.",
+    "flux-aitoolkit": "pipe.dit.",
+    "flux2-bfl": "_orig_mod.",
+    "wan-musubi": "net.",
+    "zimage-aitoolkit": "transformer._orig_mod.",
+    "qwen-musubi": "model.diffusion_model.",
+}
+"""A wrapper around the keys of a model file, by the LoRA that is for it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapper"),
+    [
+        pytest.param(name, start, marks=pytest.mark.slow if LAYOUTS[name].family in UNETS else ())
+        for name, start in WRAPPED.items()
+    ],
+)
+def test_what_a_wrapper_put_before_a_models_own_keys_is_taken_off(
+    name: str, wrapper: str, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    file, truth = written(layout, tmp_path)
+    plain, model = single_file(layout.family), tmp_path / "model.safetensors"
+    averaged = {f"ema.{key}": torch.zeros_like(tensor) for key, tensor in plain.items()}
+    save_file({wrapper + key: tensor for key, tensor in plain.items()} | averaged, model)
+    convert_lora(file, tmp_path / "peft.safetensors", "peft", model=model)
+    changes = factors_of(tmp_path / "peft.safetensors")
+    assert {path for path, change in changes.items() if close(change, truth[path])} == truth.keys()
+    assert judge_lora(file, model).reasons == {}
+    tuned = tmp_path / "tuned.safetensors"
+    merge_into_checkpoint([file], model, tuned)
+    after = {key.removeprefix(wrapper): tensor for key, tensor in load_file(tuned).items()}
+    assert unlike(plain, after, in_original(layout.family, truth)) == []
+    base = tmp_path / "base.safetensors"
+    save_file(plain, base)
+    options = ExtractOptions(rank=12, format="peft", save_precision="float")
+    extract_lora(base, tuned, tmp_path / "lora.safetensors", options)
+    changes = factors_of(tmp_path / "lora.safetensors")
+    assert {path for path, change in changes.items() if close(change, truth[path])} == truth.keys()
+
+
+def test_a_file_with_two_wrapped_models_is_of_no_known_family() -> None:
+    shapes = {key: tuple(tensor.shape) for key, tensor in single_file("wan").items()}
+    two = {f"{start}.{key}": shape for start in ("high", "low") for key, shape in shapes.items()}
+    assert layout_of(two).family == "unknown"
+    assert layout_of({f"high.{key}": shape for key, shape in shapes.items()}).prefixes == {
+        "denoiser": "high."
+    }
 
 
 def test_dora_and_loha_merge_into_a_live_model(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 `layout_of` recognises the family by keys and shapes alone; no tensor is read. Its signatures are keys of diffusers'
 models and of the files that the families were published in. Families that share names are told apart by shapes and
-blocks (`family_misfit`), and U-Nets by the width of their cross attention (`unet_family`). A model that fits no
-signature is used under its own keys, as a single part.
+blocks (`family_misfit`), and U-Nets by the width of their cross attention (`unet_family`). What a wrapper put before
+the keys, such as `module.` or `pipe.dit.`, is found by the signatures too. A model that fits no signature is used under
+its own keys, as a single part.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from sigmascope.lora.families.family import Part, Shapes
@@ -59,6 +61,8 @@ _BARE_PARTS: Final[tuple[tuple[Part, str, str], ...]] = (
     ("text_encoder", "diffusers", "model.layers.0.self_attn.q_proj.weight"),
 )
 
+_OTHER_PARTS: Final = tuple(prefix for part, prefix in (*_COMPONENTS, *SINGLE_FILE) if part != "denoiser")
+_AVERAGED: Final = re.compile(r"(^|[._])ema[._]")
 _CONTEXT: Final = "attn2.to_k.weight"
 _LBM_WIDTHS: Final = frozenset({320, 640, 1280})
 _ADDED: Final = ("add_embedding.linear_1.weight", "label_emb.0.0.weight")
@@ -108,7 +112,7 @@ def layout_of(infos: Shapes) -> ModelLayout:
     """
     if any(key.startswith("denoiser.") and key.endswith(".weight") for key in infos):
         return ModelLayout("lbm", "lbm", _present(infos, _LBM))
-    for prefix in _DENOISER_PREFIXES:
+    for prefix in (*_DENOISER_PREFIXES, *_wrappers(infos)):
         namings = dict(_signed(infos, prefix))
         layers = _layers_under(infos, prefix) if namings else {}
         fitting = [name for name in namings if family_misfit(name, layers) is None]
@@ -130,6 +134,39 @@ def _signed(infos: Shapes, prefix: str) -> Iterator[tuple[str, str]]:
             elif not unets:  # all U-Nets have one signature
                 unets = {unet_family(infos, prefix): naming}
                 yield from unets.items()
+
+
+def _wrappers(infos: Shapes) -> Iterator[str]:
+    """What stands before a family's signature where no usual prefix does; nothing if two models are there.
+
+    Words with a number are no wrapper but a block. Of two copies, one of which is averaged (`ema`), the other is the
+    model. What is inside a part that has a prefix of its own belongs to that part.
+    """
+    signatures = [keys.split() for family in FAMILIES.values() for keys in family.signatures.values()]
+    ends = {keys[0] for keys in signatures}
+    found = {key[: -len(end)]: None for key in infos for end in _ends(key) if end in ends}
+    signed = [
+        start for start in found if any(all(start + key in infos for key in keys) for keys in signatures)
+    ]
+    inside = next((prefix for prefix in _DENOISER_PREFIXES if prefix and _starts(infos, prefix)), "")
+    starts = [
+        start
+        for start in signed
+        if start not in _DENOISER_PREFIXES and start.startswith(inside) and not start.startswith(_OTHER_PARTS)
+    ]
+    models = [start for start in starts if not _AVERAGED.search(start)] or starts
+    if len(models) == 1:
+        yield models[0]
+
+
+def _ends(key: str) -> Iterator[str]:
+    """What remains of a key without its first words, up to a number."""
+    rest = key
+    while True:
+        word, found, rest = rest.partition(".")
+        if not found or word.isdigit():
+            return
+        yield rest
 
 
 def _with_most_names(families: Sequence[str], layers: Iterable[str]) -> list[str]:
@@ -195,8 +232,12 @@ def _prefixes(infos: Shapes, denoiser: str, family: str) -> dict[Part, str]:
         for encoder in encoders
     ]
     taken = {prefix for _, prefix in own}
-    others = (entry for entry in SINGLE_FILE if entry[1] not in taken)
-    prefixes = _present(infos, (*own, *others))
+    others = [entry for entry in SINGLE_FILE if entry[1] not in taken]
+    is_wrapped = denoiser not in _DENOISER_PREFIXES
+    table = [*own, *others, *(_COMPONENTS if is_wrapped else ())]
+    # The other parts may be in the denoiser's wrapper, or in what is around that.
+    starts = ["", *accumulate(f"{word}." for word in denoiser.split(".")[:-1])] if is_wrapped else [""]
+    prefixes = _present(infos, ((part, start + prefix) for start in starts for part, prefix in table))
     return prefixes | {"denoiser": denoiser}
 
 
