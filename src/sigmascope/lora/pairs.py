@@ -6,6 +6,7 @@ choice, or refused. The findings name what is skipped, and changes that a LoRA o
 hold.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -252,7 +253,7 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
         findings=(
             *findings,
             *tensors.findings(base, tuned, options),
-            *_parts_under_other_names(first, second),
+            *_left_outside(first, second),
         ),
     )
 
@@ -281,18 +282,51 @@ class PairSide:
         return f"{self.checkpoint.path} ({described(self.layout)})"
 
 
-def _parts_under_other_names(first: PairSide, second: PairSide) -> Iterator[Finding]:
-    """A finding for each part that both have outside of the comparison, under names that have nothing in common."""
-    shared = {place[0] for place in first.outside if place in second.outside}
-    both = {place[0] for place in first.outside} & {place[0] for place in second.outside}
-    for part in sorted(both - shared - {"other"}):
-        yield Finding(
-            "lora.other_parts_not_compared",
-            "info",
-            f"Both models have a {part.replace('_', ' ')}, whose tensors have other names in each: whether it differs is not known.",
-            {"part": part},
-            "Compare two single files or two folders to know whether it changed too.",
+def _left_outside(first: PairSide, second: PairSide) -> Iterator[Finding]:
+    """What of the parts outside of the comparison only one model has, or has under a name that the other lacks."""
+    sides = (first, second)
+    counts = [Counter(place[0] for place in side.outside) for side in sides]
+    alone = [
+        Counter(
+            place[0]
+            for place, key in side.outside.items()
+            if place not in other.outside and key not in _IGNORED_KEYS
         )
+        for side, other in (sides, sides[::-1])
+    ]
+    for part in PARTS:
+        if part != "other" and counts[0][part] and counts[1][part] and (alone[0][part] or alone[1][part]):
+            yield Finding(
+                "lora.other_parts_not_compared",
+                "info",
+                f"Both models have {_in_words(part)}, but the names of {alone[0][part]} of its {counts[0][part]} tensors in the "
+                f"base and of {alone[1][part]} of {counts[1][part]} in the tuned model are not in the other: whether these differ "
+                "is not known.",
+                {"part": part, "base_tensors": alone[0][part], "tuned_tensors": alone[1][part]},
+                "Compare two single files or two folders to know whether it changed too.",
+            )
+    for side, own, others in ((0, alone[0], counts[1]), (1, alone[1], counts[0])):
+        role = ("base", "tuned model")[side]
+        lone = [part for part in PARTS if own[part] and (part == "other" or not others[part])]
+        if lone:
+            number = sum(own[part] for part in lone)
+            key = next(
+                key
+                for place, key in sides[side].outside.items()
+                if place[0] in lone and place not in sides[1 - side].outside and key not in _IGNORED_KEYS
+            )
+            yield Finding(
+                "lora.other_parts_not_compared",
+                "info",
+                f"Only the {role} has {' and '.join(map(_in_words, lone))} ({counted(number, 'tensor')}, first {key}): nothing to "
+                "compare with, and not in the LoRA.",
+                {"side": role, "parts": " ".join(lone), "tensors": number, "key": key},
+            )
+
+
+def _in_words(part: Part) -> str:
+    words = part.replace("_", " ").replace("vae", "VAE")
+    return "tensors of no known part" if part == "other" else f"a {words}"
 
 
 def parts_of(text: str) -> tuple[Part, ...]:

@@ -346,6 +346,65 @@ def test_a_text_encoder_of_a_single_file_is_that_of_a_folder(tmp_path: Path, sav
         assert pair.skipped == {}
 
 
+VAE: State = {
+    "encoder.conv_in.bias": torch.zeros(3),
+    "encoder.mid_block.resnets.0.norm1.bias": torch.zeros(3),
+}
+VAE_OF_SINGLE_FILE: State = {
+    "encoder.conv_in.bias": torch.zeros(3),
+    "encoder.mid.block_1.norm1.bias": torch.ones(3),
+}
+BESIDE: dict[str, tuple[State, State, dict[str, object]]] = {
+    "a VAE of other names in each": (
+        VAE,
+        {f"first_stage_model.{key}": value for key, value in VAE_OF_SINGLE_FILE.items()},
+        {"part": "vae", "base_tensors": 1, "tuned_tensors": 1},
+    ),
+    "a VAE in the base alone": (
+        VAE,
+        {},
+        {"side": "base", "parts": "vae", "tensors": 2, "key": "vae.encoder.conv_in.bias"},
+    ),
+    "a text encoder in the tuned model alone": (
+        {},
+        {"conditioner.embedders.0.transformer.text_model.final_layer_norm.bias": torch.zeros(3)},
+        {
+            "side": "tuned model",
+            "parts": "text_encoder",
+            "tensors": 1,
+            "key": "conditioner.embedders.0.transformer.text_model.final_layer_norm.bias",
+        },
+    ),
+    "averaged weights in the tuned model alone": (
+        {},
+        {"model_ema.decay": torch.zeros(())},
+        {"side": "tuned model", "parts": "other", "tensors": 1, "key": "model_ema.decay"},
+    ),
+    "the same VAE in both": (
+        {key: value for key, value in VAE.items() if "conv_in" in key},
+        {"first_stage_model.encoder.conv_in.bias": torch.zeros(3)},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_an_extraction_leaves_out_beside_the_denoiser_is_named(
+    case: str, tmp_path: Path, save: Save
+) -> None:
+    vae, beside, evidence = BESIDE[case]
+    model = state("sdxl")
+    single = {key: value for key, value in single_file("sdxl", model).items() if "model_ema" not in key}
+    base = pipeline(tmp_path / "base", "unet", model)
+    if vae:
+        (base / "model_index.json").write_text(json.dumps({"unet": ["d", "M"], "vae": ["d", "A"]}))
+        (base / "vae").mkdir()
+        save_file(vae, base / "vae" / "diffusion_pytorch_model.safetensors")
+    with open_pair(base, save("tuned", single | beside)) as pair:
+        named = [one.evidence for one in pair.findings if one.id == "lora.other_parts_not_compared"]
+    assert named == ([evidence] if evidence else [])
+
+
 def test_a_snapshot_in_the_hubs_cache_is_paired_with_a_gguf_file(
     z_image: tuple[State, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
