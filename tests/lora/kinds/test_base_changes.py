@@ -226,6 +226,21 @@ def test_a_module_of_lycoris_changes_its_weight_as_lycoris_does(
     assert expected.norm() > 0.0
 
 
+@pytest.mark.parametrize("name", ["vera_A", "vera_B", "a.vera_lambda_b", "a.vera_lambda_d"])
+@pytest.mark.parametrize("shape", [(), (4, 2, 3)])
+def test_vera_of_tensors_with_other_axes_is_refused(
+    name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    state = {"a.vera_lambda_b": torch.ones(4), "a.vera_lambda_d": torch.ones(2)}
+    state |= {"vera_A": torch.ones(2, 3), "vera_B": torch.ones(4, 2), name: torch.ones(shape)}
+    save_file(state, tmp_path / "vera.safetensors")
+    with (
+        pytest.raises(LoraFormatError, match="do not fit together"),
+        open_lora(tmp_path / "vera.safetensors"),
+    ):
+        pass
+
+
 def test_vera_without_its_projections_is_refused_with_what_to_do(tmp_path: Path) -> None:
     state = {"a.vera_lambda_b": torch.ones(4), "a.vera_lambda_d": torch.ones(2)}
     save_file(state, tmp_path / "lora.safetensors")

@@ -32,6 +32,8 @@ class VeraChange(BaseChange):
                 "VeRA's projections vera_A and vera_B are not in the file.",
                 hint="Save it again with PEFT's save_projection=True.",
             )
+        if [len(shapes[name]) for name in cls.roles] != [1, 1, 2, 2]:
+            raise shapes_error(shapes, *cls.roles)
         (rank, _), (outputs, rank_of_b) = shapes["vera_A"], shapes["vera_B"]
         if not rank == rank_of_b == shapes["vera_lambda_d"][0] or outputs < shapes["vera_lambda_b"][0]:
             raise shapes_error(shapes, *cls.roles)
