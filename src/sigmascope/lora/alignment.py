@@ -31,6 +31,7 @@ from sigmascope.lora.module_names import (
     flat,
     parse_name,
     parse_names,
+    redotted,
     told_by_lora,
 )
 
@@ -191,8 +192,10 @@ def _candidates(name: str, layout: ModelLayout) -> Iterator[tuple[Part, str, str
     for part in parsed.parts or ("denoiser",):
         path = parsed.dotted(part)
         if path is not None:
-            family = "open_clip" if part.startswith("text_encoder") else layout.family
-            yield part, path.removeprefix(_TEXT_MODEL), family
+            if part.startswith("text_encoder"):
+                yield part, path.removeprefix(_TEXT_MODEL), "open_clip"
+            else:
+                yield part, redotted(layout.family, path), layout.family
 
 
 def _made_by(lora: LoraFile, recipes: Mapping[str, _Recipe]) -> LoraFile:

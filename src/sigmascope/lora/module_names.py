@@ -246,23 +246,42 @@ def unwrapped(names: Iterable[str], is_layer: Callable[[str], bool] | None = Non
         The names that have a wrapper, each with the name without it: the start that tells the part of the model stays,
         and becomes `lora_unet_` where another stood before flat paths. None of them, if two would become one.
     """
-    own = [name for name in names if _start_and_path(name)[0] is not None]
+    own = {name: without_private(name) for name in names if _start_and_path(name)[0] is not None}
     dotted = _wrappers(
-        [name for name in own if "." in name],
+        [name for name in own.values() if "." in name],
         ".",
         lambda path: _is_known(path) or (is_layer is not None and is_layer(path)),
     )
-    flat_names = [name for name in own if "." not in name]
+    flat_names = [name for name in own.values() if "." not in name]
     flat_ones = _wrappers(flat_names, "_", _is_known_flat)
     if len(flat_ones) == 1 and all(name.startswith(next(iter(flat_ones))) for name in flat_names):
         dotted |= dict.fromkeys(flat_ones, _USUAL_FLAT_START)
-    peeled: dict[str, str] = {}
-    for name in own if dotted else ():
-        wrapper = max(filter(name.startswith, dotted), key=len, default="")
-        if wrapper and len(name) > len(wrapper):
-            peeled[name] = dotted[wrapper] + name.removeprefix(wrapper)
-    after = {peeled.get(name, name) for name in own}
-    return peeled if len(after) == len(set(own)) else {}
+    after: dict[str, str] = {}
+    for name, rest in own.items():
+        wrapper = max(filter(rest.startswith, dotted), key=len, default="")
+        is_inside = wrapper and len(rest) > len(wrapper)
+        after[name] = dotted[wrapper] + rest.removeprefix(wrapper) if is_inside else rest
+    if len(set(after.values())) < len(after):
+        return {}
+    return {name: rest for name, rest in after.items() if rest != name}
+
+
+@cache
+def without_private(name: str) -> str:
+    """A name without the words of wrappers inside it, such as `_orig_mod` in `blocks.0._orig_mod.attn.to_q`.
+
+    torch's wrappers keep what they wrap under a private name, which begins with an underscore. In a flat name two
+    underscores stand before it, and a known layer tells where it ends.
+    """
+    if "." in name.removesuffix(_BIAS):
+        return ".".join(word for word in name.split(".") if not word.startswith("_")) or name
+    head, found, rest = name.partition("__")
+    start = _FLAT_START.match(name)
+    if not found or start is None or start.end() > len(head):
+        return name
+    words = rest.split("_")
+    candidates = (f"{head}_{'_'.join(words[number:])}" for number in range(1, len(words)))
+    return next((one for one in candidates if _is_known_flat(one[start.end() :])), name)
 
 
 def _wrappers(names: Iterable[str], between: str, is_layer: Callable[[str], bool]) -> dict[str, str]:
@@ -480,6 +499,10 @@ def _names_of_layer(
 ) -> Iterator[tuple[str, Row | None]]:
     """A layer's own path and its name in the other naming; and the line of its family that says so."""
     yield path, None
+    bare = without_private(path)
+    if bare != path:
+        path = bare
+        yield path, None
     if part.startswith("text_encoder"):
         row = row_of_original("open_clip", path)
         if row is not None and row.is_rename:
@@ -555,6 +578,13 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
             hint="Give the model that it is for (--model).",
         )
     family = family or _family(lora, placed, shapes)
+    if family == "unknown":
+        family = _family(lora, placed, {_by_flat(path): shape for path, shape in shapes.items()})
+    placed = {
+        name: (part, redotted(family, path) if part == "denoiser" else path)
+        for name, (part, path) in placed.items()
+    }
+    shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
     naming, blocks = _naming(lora, family, shapes), blocks_of(shapes, usual_blocks(family), complete=False)
     layers = {
         name: _OWN_PREFIXES.get(_part_of(family, name) if part.startswith("text") else part, "")
@@ -563,6 +593,22 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
     }
     own = {name: layer + _BIAS if name.endswith(_BIAS) else layer for name, layer in layers.items()}
     return ParsedNames(ModelLayout(family, naming, _OWN_PREFIXES), own, tuple(unknown), blocks)
+
+
+def _by_flat(path: str) -> str:
+    return unflattened_denoiser(flat(path)) or path
+
+
+def redotted(family: str, path: str) -> str:
+    """A family's layer by a path whose dots a tool guessed from underscores, such as `layers.0.attention.to.q`.
+
+    Returns:
+        The path itself, if it is the family's or no other dots make it so.
+    """
+    if family == "unknown" or _is_of(family, path):
+        return path
+    other = _by_flat(path)
+    return other if _is_of(family, other) else path
 
 
 def _placed(name: str) -> tuple[Part, str] | None:
@@ -802,7 +848,11 @@ def _with_doubts(lora: LoraFile, told: FileFamily, stated: str | None) -> FileFa
         return told
     fitting = as_wide([name for name in families_with(layers) if family_misfit(name, layers) is None], layers)
     others = tuple(name for name in fitting if name != family) if family in fitting else ()
-    return replace(told, others=others, unknown_names=sum(not is_layer_of(family, path) for path in layers))
+    return replace(
+        told,
+        others=others,
+        unknown_names=sum(not is_layer_of(family, redotted(family, path)) for path in layers),
+    )
 
 
 def _by_names(lora: LoraFile) -> str | None:

@@ -127,6 +127,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "sdxl-diffusers": Layout("sdxl", f"{_COMFY}1144", "unet.", "diffusers", "A", None, "up_blocks.0.*attn"),
     "sdxl-kohya-extract": Layout("sdxl", "sd-scripts, networks/extract_lora_from_models.py", "lora_unet_", "original", "down", 2.0, "input_blocks|middle_block"),
     "sdxl-lycoris": Layout("sdxl", "LyCORIS' full LoKr", "lora_unet_", "original", "lokr", FULL, "input_blocks.4.1.*attn"),
+    "sdxl-unet-original": Layout("sdxl", "Nerogar/OneTrainer#885", "unet.", "original", "down", 1.0, "input_blocks.[47].1"),
     # Stable Diffusion 3.5
     "sd3-kohya": Layout("sd3", "sd-scripts' lora_sd3", "lora_unet_", "original", "down", 1.0),
     "sd3-diffusers": Layout("sd3", "diffusers' train_dreambooth_lora_sd3", "transformer.", "diffusers", "A", None, _ATTENTION),
@@ -149,12 +150,18 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "flux-bare": Layout("flux", "nunchaku's converted files", "transformer.", "diffusers", "bare down", None, _ATTENTION),
     "flux-lokr": Layout("flux", f"{_COMFY}4476", "lycoris_", "diffusers", "lokr", FULL),
     "flux-lokr-fused": Layout("flux", f"{_COMFY}4476", "diffusion_model.", "original", "lokr", FULL),
+    "flux-fsdp": Layout(
+        "flux", "torch's FSDP around each block", "transformer.", "diffusers",
+        renames=((r"blocks\.(\d+)\.", r"blocks.\1._fsdp_wrapped_module."),),
+    ),
+    "flux-converted": Layout("flux", "musubi-tuner's convert_lora", "diffusion_model.", "original", "A", None, _STREAMS, ((r"_attn\.", "_attn_"),)),
     # FLUX.2
     "flux2-bfl": Layout("flux2", f"{_DIFFUSERS}13484", "diffusion_model.", "original"),
     "flux2-fal": Layout("flux2", f"{_DIFFUSERS}13484", "base_model.model.", "original"),
     "flux2-kohya": Layout("flux2", "Nerogar/OneTrainer#1563", "lora_unet_", "original", "down", 1.0),
     "flux2-diffusers": Layout("flux2", "xmarre/ComfyUI-DoRA-Dynamic-LoRA-Loader#24", "transformer.", "diffusers"),
     "flux2-lycoris": Layout("flux2", "bghira/SimpleTuner#2439", "lycoris_", "diffusers", "lokr", FULL),
+    "flux2-converted": Layout("flux2", "musubi-tuner's convert_lora", "diffusion_model.", "original", "A", None, _STREAMS, ((r"_attn\.", "_attn_"),)),
     # Qwen-Image
     "qwen-diffsynth": Layout("qwen", "modelscope/DiffSynth-Studio#886", "", "diffusers", "A.default"),
     "qwen-lightning": Layout("qwen", "ModelTC/Qwen-Image-Lightning#52", "", "diffusers", "down", 1.0),
@@ -175,6 +182,12 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "wan-fun": Layout("wan", "aigc-apps/VideoX-Fun", "lora_unet__", "original", "down", 1.0),
     "wan-lycoris": Layout("wan", f"{_COMFY}8285", "lycoris_", "diffusers", "lokr", FULL),
     "wan-compiled": Layout("wan", "torch.compile's wrapper", "_orig_mod.", "original"),
+    "wan-checkpointed": Layout(
+        "wan", "torch's checkpoint_wrapper around each block", "", "original", renames=((r"^blocks\.(\d+)\.", r"blocks.\1._checkpoint_wrapped_module."),)
+    ),
+    "wan-flat-compiled": Layout(
+        "wan", "torch.compile around each block", "lora_unet_", "original", "down", 1.0, renames=((r"^blocks\.(\d+)\.", r"blocks.\1._orig_mod."),)
+    ),
     "wan-animate": Layout("wani2v", f"{_KIJAI}1421", "base_model.model.", "original"),
     "wan-i2v-lightx2v": Layout("wani2v", f"{_KIJAI}909", "diffusion_model.", "original", "down", 1.0),
     "wan-i2v-musubi": Layout("wani2v", "musubi-tuner's I2V", "lora_unet_", "original", "down", 1.0),
@@ -183,6 +196,7 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "zimage-fused": Layout("zimage", f"{_COMFY}11158", "diffusion_model.", "original", "A", None, "layers|refiner"),
     "zimage-musubi": Layout("zimage", "kohya-ss/musubi-tuner#770", "lora_unet_", "diffusers", "down", 1.0, "^layers"),
     "zimage-kohya": Layout("zimage", "musubi-tuner's conversion", "lora_unet_", "original", "down", 1.0, "^layers"),
+    "zimage-converted": Layout("zimage", "kohya-ss/musubi-tuner#770", "diffusion_model.", "diffusers", "A", None, "layers|refiner", ((r"_", "."),)),
     "zimage-onetrainer": Layout("zimage", "Nerogar/OneTrainer#1563", "transformer.", "diffusers", "down", 1.0, "^layers"),
     "zimage-lokr": Layout("zimage", f"{_COMFY}10973", "diffusion_model.", "diffusers", "lokr", FULL, "^layers"),
     "zimage-net": Layout("zimage", "Diffusion-pipe's wrapper", "net.", "diffusers", "A", None, "^layers"),
