@@ -71,6 +71,8 @@ _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
     "up_bias": DiffChange,
     **BASE_CHANGES,
 }
+_FLAGS: Final = frozenset({"on_input"})
+"""Roles that are no weights but a choice: LyCORIS stores it as an integer."""
 _SHARING_KEYS: Final = {"OftChange": ("OftChange", "BoftChange")}
 """Kinds whose keys end alike; the shapes of their tensors tell which it is."""
 
@@ -235,8 +237,9 @@ class EntryReader:
             LoraFormatError: Its tensors do not fit together, or are not floating-point numbers.
         """
         infos = {role: self.checkpoint.info(key) for role, key in entry.roles.items()}
-        for info in infos.values():
-            self._require_numbers(info.name, info.dtype)
+        for role, info in infos.items():
+            if not (role in _FLAGS and _is_flag(info.dtype)):
+                self._require_numbers(info.name, info.dtype)
         shape, rank = self._shape_and_rank(entry)
         parameters = sum(prod(info.shape) for role, info in infos.items() if _is_value(entry, role))
         kind = {"up_bias": "diff", "embedding": "lora"}.get(entry.kind, entry.kind)
@@ -370,6 +373,8 @@ class EntryReader:
 
     def _tensor(self, key: str) -> Tensor:
         tensor = self.checkpoint.tensor(key)
+        if _is_flag(tensor.dtype):
+            return tensor.to(torch.float32)
         wide = tensor.to(at_least_float32(tensor.dtype)) if tensor.dtype.itemsize == 1 else tensor
         if self.check_finite and not is_finite(wide):
             raise NonFiniteError(
@@ -398,6 +403,11 @@ class EntryReader:
             raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
         except IndexError as error:
             raise LoraFormatError(f"{where}: one of its tensors has too few axes.") from error
+
+
+def _is_flag(dtype: torch.dtype) -> bool:
+    """Whether numbers of that type may be a flag, and are no weights: integers, and true or false."""
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _is_value(entry: Entry, role: str) -> bool:

@@ -216,7 +216,7 @@ def test_a_module_of_lycoris_changes_its_weight_as_lycoris_does(
     for parameter in module.parameters():
         parameter.data = torch.randn_like(parameter) * 0.3
     expected = module.get_diff_weight(1.0)[0].detach().reshape(layer.weight.shape)
-    state = {f"lora_unet_layer.{name}": tensor.float() for name, tensor in module.state_dict().items()}
+    state = {f"lora_unet_layer.{name}": tensor for name, tensor in module.state_dict().items()}
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "lora.safetensors")
     with open_lora(tmp_path / "lora.safetensors") as lora:
         change = lora.changes["lora_unet_layer"]

@@ -15,6 +15,7 @@ from sigmascope import (
     merge_into_checkpoint,
     merge_into_model,
 )
+from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lora.extract import ExtractOptions
 from sigmascope.lora.families import layout_of
 
@@ -178,7 +179,10 @@ def test_what_a_wrapper_put_before_a_models_own_keys_is_taken_off(
     convert_lora(file, tmp_path / "peft.safetensors", "peft", model=model)
     changes = factors_of(tmp_path / "peft.safetensors")
     assert {path for path, change in changes.items() if close(change, truth[path])} == truth.keys()
-    assert judge_lora(file, model).reasons == {}
+    with open_checkpoint(model) as opened:
+        verdict = judge_lora(file, opened)
+    assert (verdict.error, verdict.reasons) == (None, {})
+    assert len(verdict.matched) == len(verdict.modules)
     tuned = tmp_path / "tuned.safetensors"
     merge_into_checkpoint([file], model, tuned)
     after = {key.removeprefix(wrapper): tensor for key, tensor in load_file(tuned).items()}
