@@ -1,13 +1,17 @@
 """Every layer's change of a LoRA file as people have it arrives: in a folder, a single file, a live model, a converted file."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.loaders import lora_pipeline
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope import (
+    attach_lora,
     convert_lora,
     extract_lora,
     judge_lora,
@@ -202,6 +206,49 @@ def test_a_file_with_two_wrapped_models_is_of_no_known_family() -> None:
     assert layout_of({f"high.{key}": shape for key, shape in shapes.items()}).prefixes == {
         "denoiser": "high."
     }
+
+
+LOADERS = {
+    "sd3": "SD3",
+    "flux": "Flux",
+    "flux2": "Flux2",
+    "chroma": "Flux",
+    "qwen": "QwenImage",
+    "wan": "Wan",
+    "wani2v": "Wan",
+    "zimage": "ZImage",
+    "lumina2": "Lumina2",
+    "hunyuan": "HunyuanVideo",
+    "ltx": "LTXVideo",
+    "hidream": "HiDreamImage",
+    "sana": "Sana",
+    "cogvideox": "CogVideoX",
+    "mochi": "Mochi1",
+    "auraflow": "AuraFlow",
+    "cosmos": "Cosmos",
+}
+"""The class of diffusers that loads LoRAs of the family, without `LoraLoaderMixin`. PixArt has none."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", LOADERS)
+def test_every_layer_gives_what_it_gives_with_diffusers_own_loading(family: str, tmp_path: Path) -> None:
+    layout = Layout(family, "diffusers' save_lora_weights", "transformer.", only="blocks|layers|refiner")
+    file, truth = written(layout, tmp_path)
+    loader = getattr(lora_pipeline, f"{LOADERS[family]}LoraLoaderMixin")
+    theirs, ours = copy.deepcopy(tiny(family)), tiny(family)
+    more = {"network_alphas": None} if LOADERS[family] == "Flux" else {}
+    loader.load_lora_into_transformer(loader.lora_state_dict(load_file(file)), transformer=theirs, **more)
+    tuned = {name: layer for name, layer in theirs.named_modules() if isinstance(layer, BaseTunerLayer)}
+    assert tuned.keys() == truth.keys()
+    with attach_lora(ours, file), torch.no_grad():
+        for name, layer in tuned.items():
+            inputs = torch.randn(layers(family)[name][1])
+            if isinstance(layer.get_base_layer(), torch.nn.Conv2d):
+                inputs = torch.randn(1, layer.get_base_layer().in_channels, 4, 4)
+            wanted = layer(inputs)
+            torch.testing.assert_close(ours.get_submodule(name)(inputs), wanted, atol=1e-5, rtol=1e-5)
+            assert not torch.allclose(layer.get_base_layer()(inputs), wanted, atol=1e-3)
 
 
 def test_dora_and_loha_merge_into_a_live_model(tmp_path: Path) -> None:
