@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.families import FAMILIES, generate, make_pipeline
 from tests.lora.pipeline_loras import SaveLora, factors_for
 from torch import Tensor, nn
 from torch.nn import functional
@@ -68,6 +69,21 @@ def test_text_encoders_give_what_they_give_with_diffusers_own_loading(
         assert not torch.allclose(expected, plain[part], atol=1e-2)
         for ours in (alone, together, merged):
             torch.testing.assert_close(ours[part], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_pipeline_gives_what_it_gives_with_diffusers_own_loading(family: str, save: SaveLora) -> None:
+    pipeline = make_pipeline(family)
+    denoiser = "unet" if hasattr(pipeline, "unet") else "transformer"
+    file = save(pipeline, denoiser, only="to_q")
+    plain = generate(pipeline, family)
+    with attach_lora(pipeline, file):
+        ours = generate(pipeline, family)
+    pipeline.load_lora_weights(str(file))
+    wanted = generate(pipeline, family)
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(plain, wanted, atol=1e-3)
 
 
 def test_what_does_not_fit_is_counted_without_what_fits(pipelines: GetPipeline, save: SaveLora) -> None:
