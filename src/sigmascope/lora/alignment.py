@@ -23,17 +23,10 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, Row, UnetBlocks, row_of_diffusers, row_of_original
 from sigmascope.lora.families.unet import SDXL_BLOCKS
 from sigmascope.lora.file import LazyDict, LoraFile, ModuleFacts
+from sigmascope.lora.file_family import told_by_lora
 from sigmascope.lora.layer_names import renamed
 from sigmascope.lora.linalg import at_least_float32
-from sigmascope.lora.module_names import (
-    LayerIndex,
-    ParsedNames,
-    flat,
-    parse_name,
-    parse_names,
-    redotted,
-    told_by_lora,
-)
+from sigmascope.lora.module_names import LayerIndex, ParsedNames, flat, parse_name, parse_names, redotted
 
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"

@@ -23,17 +23,10 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, is_layer_of, layout_of
 from sigmascope.lora.families.known import PARTS_BY_ENCODER
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file_family import FileFamily, file_family, title_of
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
 from sigmascope.lora.linalg import same_matrix
-from sigmascope.lora.module_names import (
-    FileFamily,
-    LayerIndex,
-    ModuleName,
-    file_family,
-    flat,
-    parse_name,
-    title_of,
-)
+from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, parse_name
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import (
     LoraVerdict,

@@ -33,17 +33,11 @@ from sigmascope.lora.file import (
     refuse_files,
     refuse_inputs,
 )
+from sigmascope.lora.file_family import file_family, layout_as, nearest_family, told_by_lora
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
-from sigmascope.lora.module_names import (
-    ParsedNames,
-    file_family,
-    layout_as,
-    nearest_family,
-    parse_names,
-    told_by_lora,
-)
+from sigmascope.lora.module_names import ParsedNames, parse_names
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (

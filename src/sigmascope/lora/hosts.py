@@ -26,9 +26,10 @@ from sigmascope.lora.families import family_named, row_of_diffusers, row_of_orig
 from sigmascope.lora.families.family import Family, Reads, Row
 from sigmascope.lora.families.text_encoders import ENCODER_READS, EncoderReads
 from sigmascope.lora.file import PEFT_CONFIGS, LoraFile, ModuleFacts
+from sigmascope.lora.file_family import FileFamily, file_family
 from sigmascope.lora.formats import is_attention_projection
 from sigmascope.lora.layer_names import to_diffusers, to_sgm
-from sigmascope.lora.module_names import FileFamily, file_family, flat, parse_name, unflattened_denoiser
+from sigmascope.lora.module_names import flat, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
 from sigmascope.lora.verdict import verdict_finding
 from sigmascope.records.run import Finding

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from sigmascope.errors import LoraFormatError
+from sigmascope.lora.file_family import file_family, title_of
 from sigmascope.lora.hosts import HOSTS, HostReading, host_readings, strengths_in_words
-from sigmascope.lora.module_names import file_family, title_of
 from sigmascope.lora.reader import open_lora
 from sigmascope.units import counted
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
-from sigmascope.lora.module_names import title_of
+from sigmascope.lora.file_family import title_of
 from sigmascope.records.run import Finding, JsonScalar, Severity
 from sigmascope.units import counted, first_few
 

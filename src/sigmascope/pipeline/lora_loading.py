@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lora.families import Family, family_named
+from sigmascope.lora.file_family import file_family
 from sigmascope.lora.formats import group_keys
 from sigmascope.lora.hosts import HOSTS, HostReading, no_loader
 from sigmascope.lora.loadable import ALSO_ASKED, Loads, stated_loads
-from sigmascope.lora.module_names import file_family, parse_name
+from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.reader import any_kind_in
 from sigmascope.units import counted
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 from rich.console import Console
 
 from sigmascope.lora.applied_verdict import AppliedVerdict
-from sigmascope.lora.module_names import title_of
+from sigmascope.lora.file_family import title_of
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.applied_patch import AppliedPatch

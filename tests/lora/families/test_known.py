@@ -12,8 +12,8 @@ from tests.lora.families.real_shapes import MODELS, published
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import FAMILIES, family_misfit, layout_of, row_of_diffusers
 from sigmascope.lora.file import LoraFile, lora_header
+from sigmascope.lora.file_family import file_family
 from sigmascope.lora.layer_names import to_sgm, usual_blocks
-from sigmascope.lora.module_names import file_family
 
 
 def test_flux_1_and_flux_2_are_told_by_shapes() -> None:

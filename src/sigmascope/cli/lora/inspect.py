@@ -425,7 +425,7 @@ def print_on_model(console: Console, on_model: OnModel, told: Collection[str], *
 
 
 def _verdict_facts(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | None]]":
-    from sigmascope.lora.module_names import title_of
+    from sigmascope.lora.file_family import title_of
 
     family = title_of(verdict.file_family)
     if verdict.file_family is not None:
