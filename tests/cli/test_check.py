@@ -48,6 +48,21 @@ def test_folders_and_options_in_any_order(tmp_path: Path) -> None:
     assert "0 figures regressed" in done.output
 
 
+def test_the_limits_reach_the_first_sentence(tmp_path: Path) -> None:
+    saved(tmp_path / "new", factor=1.1)
+    saved(tmp_path / "old", seed=1)
+    sides = ["check", str(tmp_path / "new"), "--baseline", str(tmp_path / "old"), "--json"]
+    headlines = [
+        json.loads(CliRunner().invoke(app, [*sides, *limit]).stdout)["headline"]
+        for limit in ((), ("--max_slowdown", "30%"), ("--alpha", "0.00001"))
+    ]
+    assert headlines[0].startswith("1.0")
+    assert headlines[1:] == ["Nothing differs beyond noise."] * 2
+    compared = ["compare", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")]
+    assert "Nothing differs" not in CliRunner().invoke(app, compared).output
+    assert "Nothing differs" in CliRunner().invoke(app, [*compared, "--alpha", "0.00001"]).output
+
+
 def test_json_holds_every_figure(tmp_path: Path) -> None:
     new, old = saved(tmp_path / "new", factor=1.1), saved(tmp_path / "old", seed=1)
     done = CliRunner().invoke(app, ["check", *new, "--json", "--baseline", *old])

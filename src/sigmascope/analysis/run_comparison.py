@@ -12,7 +12,8 @@ beside other programs, where threads spin while they wait for each other.
 
 A figure has regressed if its values are higher than the baseline's beyond what chance explains (Mann-Whitney,
 one-sided) and its median is higher by more than what is allowed. Either alone cries wolf: a test alone finds
-differences of 0.1 % once there are enough runs, a threshold alone finds noise.
+differences of 0.1 % once there are enough runs, a threshold alone finds noise. And the test alone takes the drift of a
+machine for a change, since it knows no order: a side that drifts by itself must differ by 1.5 times that.
 """
 
 import math
@@ -51,8 +52,12 @@ _LEAST_CHANGES_OF_FEW: Final[dict[Unit, tuple[float, float]]] = {"seconds": (0.1
 _LEAST_SECONDS_OF_FEW: Final = 0.1
 """Other programs may delay a few runs by this much."""
 _MUCH_EXPLAINED: Final = 0.2
+_TIMES_ITS_DRIFT: Final = 1.5
+"""Two sides must differ by this much more than a side drifts: what moves one side from its first half to its second moves
+two sides apart too, and further, since they lie further apart in time."""
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
-MAX_SLOWDOWN: Final = 0.03
+MAX_SLOWDOWN: Final = 0.05
+"""Two sides that run one after the other differ by some 3 % on an idle machine: its clock rates and caches drift."""
 MAX_GROWTH: Final = 0.03
 ALPHA: Final = 0.01
 
@@ -99,6 +104,7 @@ class FigureComparison:
         is_noise: Whether chance explains the difference, see `is_noise`.
         is_noise_on_the_wall: The same of the times as the clock on the wall tells them, comparable or not.
         waited: The median share of the time that was waited for a processor, baseline first; None: not known.
+        drift: By what share the side that drifts more does so by itself, see `drift_of`; of times.
     """
 
     name: str
@@ -115,6 +121,7 @@ class FigureComparison:
     is_noise: bool = True
     is_noise_on_the_wall: bool = True
     waited: tuple[float, float] | None = None
+    drift: float = 0.0
 
     @property
     def has_changed(self) -> bool:
@@ -143,11 +150,13 @@ def is_noise(
     """Whether chance explains that the medians of two samples differ: the one answer to this question.
 
     The fewer values there are, the larger a difference must be. From five on each side a test decides (Mann and
-    Whitney, two-sided), and the change must be above the limit. Of three or four all of one side must lie above all of the
+    Whitney, two-sided), and the change must be above the limit. The test takes the values for independent, and runs of one
+    side that follow each other are not: they drift together. So a time must also change by 1.5 times what either side
+    drifts by itself (`drift_of`). Of three or four all of one side must lie above all of the
     other, and a time change by 10 %; of fewer by 20 %. A peak of memory changes by 1 %.
 
     Args:
-        new: At least one value.
+        new: At least one value, in the order in which they were measured.
         baseline: The same.
         unit: Of both.
         limits: For enough values to test.
@@ -161,12 +170,30 @@ def is_noise(
     change = abs(now / before - 1)
     if fewest >= _FEWEST_TO_TEST:
         higher, lower = (new, baseline) if now > before else (baseline, new)
-        return change <= limits.of(unit) or 2 * p_of_higher(higher, lower) >= limits.alpha
+        return (
+            change <= _least_change(new, baseline, unit, limits)
+            or 2 * p_of_higher(higher, lower) >= limits.alpha
+        )
     if unit == "seconds" and abs(now - before) < least_seconds:
         return True
     if fewest >= _FEWEST_TO_SEPARATE:
         return change <= separate or not (min(new) > max(baseline) or max(new) < min(baseline))
     return change <= few
+
+
+def _least_change(new: Sequence[float], baseline: Sequence[float], unit: Unit, limits: Limits) -> float:
+    """Of enough values to test: the limit, or what the sides drift by themselves allows for, if that is more."""
+    if unit == "bytes":
+        return limits.bytes
+    return max(limits.seconds, _TIMES_ITS_DRIFT * max(drift_of(new), drift_of(baseline)))
+
+
+def drift_of(values: Sequence[float]) -> float:
+    """By what share the median of the second half of a series differs from that of its first half."""
+    half = len(values) // 2
+    if half == 0 or (first := median(values[:half])) <= _MOST_COUNTED_AS_0:
+        return 0.0
+    return abs(median(values[-half:]) / first - 1)
 
 
 def compare_totals(
@@ -285,11 +312,12 @@ def compare_values(
         (len(baseline), len(new)),
         unavailable,
         is_noise(new, baseline, unit, limits=limits, least_seconds=least_seconds),
+        drift=max(drift_of(new), drift_of(baseline)) if unit == "seconds" else 0.0,
     )
 
 
 def compare_pooled_steps(
-    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
 ) -> tuple[FigureComparison, ...]:
     """All steps of each stage but every run's first, as one sample a side.
 
@@ -299,7 +327,9 @@ def compare_pooled_steps(
     on_device = timed_on_device(new, baseline)
     ours, theirs = _steps_by_stage(new, on_device), _steps_by_stage(baseline, on_device)
     return tuple(
-        compare_values(f"{name} step", "seconds", ours[name], values, seed=seed, least_seconds=0.0)
+        compare_values(
+            f"{name} step", "seconds", ours[name], values, seed=seed, limits=limits, least_seconds=0.0
+        )
         for name, values in theirs.items()
         if name in ours
     )
@@ -316,14 +346,20 @@ def _steps_by_stage(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[
 
 
 def compare_by_step(
-    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
 ) -> tuple[FigureComparison, ...]:
     """Each step of each stage by its number, with one value for each run; steps that one side lacks are left out."""
     on_device = timed_on_device(new, baseline)
     ours, theirs = _steps_by_number(new, on_device), _steps_by_number(baseline, on_device)
     return tuple(
         compare_values(
-            f"{name} step {number}", "seconds", ours[name, number], values, seed=seed, least_seconds=0.0
+            f"{name} step {number}",
+            "seconds",
+            ours[name, number],
+            values,
+            seed=seed,
+            limits=limits,
+            least_seconds=0.0,
         )
         for (name, number), values in theirs.items()
         if (name, number) in ours
@@ -436,6 +472,15 @@ def _require(
     for name, limit in (("--max_slowdown", max_slowdown), ("--max_growth", max_growth)):
         if not limit >= 0:
             raise ConfigError(f"{name} is {limit}.", hint="Give 0 or more, such as 5%.")
+    require_alpha(alpha)
+
+
+def require_alpha(alpha: float) -> None:
+    """Refuse what is no probability.
+
+    Raises:
+        ConfigError: It is not between 0 and 1.
+    """
     if not 0 < alpha < 1:
         raise ConfigError(f"--alpha is {alpha}.", hint="Give a probability between 0 and 1, such as 0.01.")
 
@@ -455,8 +500,13 @@ def _judge(comparison: FigureComparison, limits: Limits) -> CheckedFigure:
             return CheckedFigure(comparison, "regressed", why)
         if comparison.least_p >= alpha:
             return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {_too_few(comparison, alpha)}")
-        why = f"{growth:+.1%}, but within the noise of the runs (p = {comparison.p_slower:.2g})"
-        return CheckedFigure(comparison, "undecided", why)
+        is_drift = comparison.p_slower < alpha and growth <= _TIMES_ITS_DRIFT * comparison.drift
+        noise = (
+            f"the runs of one side drift by {comparison.drift:.1%} themselves; let the sides take turns"
+            if is_drift
+            else f"within the noise of the runs (p = {comparison.p_slower:.2g})"
+        )
+        return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {noise}")
     if is_higher and growth > 0:
         return CheckedFigure(comparison, "higher", f"{growth:+.1%}, no more than the {allowed:.1%} allowed")
     if comparison.upper is not None and comparison.upper < 1:

@@ -6,7 +6,9 @@ from typing import Any, Final
 
 from sigmascope.analysis.generations import before_after
 from sigmascope.analysis.run_comparison import (
+    USUAL,
     FigureComparison,
+    Limits,
     compare_by_step,
     compare_pooled_steps,
     compare_run_sets,
@@ -62,18 +64,24 @@ class WorkComparison:
 
 
 def compare_work(
-    work: str, new: Sequence[Run], baseline: Sequence[Run], *, by_step: bool = False, seed: int = 0
+    work: str,
+    new: Sequence[Run],
+    baseline: Sequence[Run],
+    *,
+    by_step: bool = False,
+    seed: int = 0,
+    limits: Limits = USUAL,
 ) -> WorkComparison:
     """Compare runs with the baseline's runs of the same work."""
-    figures, missing = compare_run_sets(new, baseline, seed=seed)
+    figures, missing = compare_run_sets(new, baseline, seed=seed, limits=limits)
     too_few = min(len(new), len(baseline)) < _FEWEST_RUNS_WITHOUT_POOLING
     return WorkComparison(
         work,
         (len(baseline), len(new)),
-        what_changed(new, baseline),
+        what_changed(new, baseline, limits=limits),
         figures,
-        compare_pooled_steps(new, baseline, seed=seed) if too_few else (),
-        compare_by_step(new, baseline, seed=seed) if by_step else (),
+        compare_pooled_steps(new, baseline, seed=seed, limits=limits) if too_few else (),
+        compare_by_step(new, baseline, seed=seed, limits=limits) if by_step else (),
         missing,
         before_after(new, baseline),
         (_folded_generations(baseline), _folded_generations(new)),

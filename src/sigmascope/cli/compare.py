@@ -99,6 +99,9 @@ def compare(
     full: Annotated[
         bool, typer.Option("--full", help="Show the figures that did not change beyond noise, too.")
     ] = False,
+    alpha: Annotated[
+        float, typer.Option("--alpha", help="Chance of a false alarm to accept for each figure.")
+    ] = 0.01,
     as_json: AsJson = False,
 ) -> None:
     """Compare runs with those before a change: times of stages and steps, and memory peaks.
@@ -109,9 +112,10 @@ def compare(
     bootstrap interval where there are three runs on each side. Runs of a benchmark
     are compared case by case. For an exit code use sigmascope check.
     """
-    from sigmascope.analysis.run_comparison import require_pairs
+    from sigmascope.analysis.run_comparison import Limits, require_alpha, require_pairs
     from sigmascope.analysis.work_comparison import compare_work
 
+    require_alpha(alpha)
     if not baseline:
         if len(runs) != 2:
             raise ConfigError(
@@ -120,7 +124,10 @@ def compare(
             )
         baseline, runs = runs[:1], runs[1:]
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
-    comparisons = tuple(compare_work(work, *sides, by_step=by_step) for work, sides in pairs.items())
+    limits = Limits(alpha)
+    comparisons = tuple(
+        compare_work(work, *sides, by_step=by_step, limits=limits) for work, sides in pairs.items()
+    )
     if as_json:
         print_json({"comparisons": [comparison.as_dict() for comparison in comparisons], "missing": missing})
     else:
@@ -268,7 +275,7 @@ def check(
     ],
     max_slowdown: Annotated[
         str, typer.Option("--max_slowdown", help="How much longer a time may be.", metavar="<share>")
-    ] = "3%",
+    ] = "5%",
     max_growth: Annotated[
         str, typer.Option("--max_growth", help="How much higher a peak of memory may be.", metavar="<share>")
     ] = "3%",
@@ -280,8 +287,8 @@ def check(
     """Check runs against a baseline: times of stages and steps, and memory peaks.
 
     A figure has regressed if it is higher beyond chance (Mann-Whitney) and by
-    more than is allowed. Five runs on each side can show it; ten show 5 %. The
-    exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
+    more than is allowed. Five runs on each side can show it; to show 5 %, let ten
+    a side take turns, with --max_slowdown 3%. The exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
     benchmark are checked case by case.
     """
     from sigmascope.units import parse_share
@@ -309,14 +316,15 @@ def _check_work(
     runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
 ) -> "tuple[dict[str, _WorkCheck], dict[str, str]]":
     """Checks by the work that the runs did, and work that one side lacks."""
-    from sigmascope.analysis.run_comparison import check_regression, require_pairs
+    from sigmascope.analysis.run_comparison import Limits, check_regression, require_pairs
     from sigmascope.analysis.what_changed import what_changed
 
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     checks = {}
     for work, (new, old) in pairs.items():
         check = check_regression(new, old, max_slowdown=max_slowdown, max_growth=max_growth, alpha=alpha)
-        checks[work] = _WorkCheck(check, what_changed(new, old))
+        changed = what_changed(new, old, limits=Limits(alpha, max_slowdown, max_growth))
+        checks[work] = _WorkCheck(check, changed)
     return checks, missing
 
 

@@ -14,6 +14,7 @@ from sigmascope.analysis.run_comparison import (
     is_noise,
 )
 from sigmascope.analysis.what_changed import what_changed
+from sigmascope.analysis.work_comparison import compare_work
 from sigmascope.records.run import AcceleratorFacts, HostFacts, Run
 
 
@@ -30,7 +31,14 @@ def runs_of(totals: Sequence[float]) -> list[Run]:
         ([11.0], [10.0], False),
         ([12.5], [10.0], True),
         ([0.09], [0.03], False),  # other programs delay one run by this much
-        ([1.04, 1.05, 1.06, 1.07, 1.08], [1.00, 1.01, 1.02, 1.03, 1.035], True),
+        ([1.08, 1.06, 1.10, 1.07, 1.09], [1.00, 1.02, 1.035, 1.01, 1.03], True),
+        (
+            [1.04, 1.06, 1.08, 1.05, 1.07],
+            [1.00, 1.02, 1.035, 1.01, 1.03],
+            False,
+        ),  # idle machines drift by this much
+        ([1.10, 1.12, 1.14, 1.16, 1.18], [1.00, 1.02, 1.04, 1.06, 1.08], True),
+        ([1.12, 1.15, 1.18, 1.21, 1.24], [1.00, 1.02, 1.05, 1.08, 1.11], False),  # one series that rises
         (
             [1.02, 1.021, 1.022, 1.023, 1.024],
             [1.0, 1.001, 1.002, 1.003, 1.004],
@@ -50,6 +58,31 @@ def test_the_sentence_the_table_and_the_check_agree(
     if len(now) >= 5:
         regressed = [figure.comparison.name for figure in check_regression(new, old).regressed]
         assert ("total" in regressed) == differs
+
+
+def test_the_limits_that_are_given_reach_every_answer() -> None:
+    """3.9 % is less than what is noise unless told otherwise."""
+    now, before = [1.04, 1.06, 1.08, 1.05, 1.07], [1.00, 1.02, 1.035, 1.01, 1.03]
+    new, old, limits = runs_of(now), runs_of(before), Limits(seconds=0.03)
+    assert not is_noise(now, before, "seconds", limits=limits)
+    compared = compare_work("", new, old, by_step=True, limits=limits)
+    assert compared.changed.headline.startswith("1.04 × as long")
+    assert {figure.name for figure in compared.figures if figure.has_changed} >= {"total", "denoising"}
+    assert all(step.has_changed for step in compared.steps)
+    assert check_regression(new, old, max_slowdown=0.03).regressed
+    plainly = compare_work("", new, old, by_step=True)
+    assert not any(figure.has_changed for figure in (*plainly.figures, *plainly.steps))
+
+
+def test_a_check_says_that_a_side_drifts_by_itself() -> None:
+    checked = check_regression(
+        runs_of([1.12, 1.15, 1.18, 1.21, 1.24]), runs_of([1.00, 1.02, 1.05, 1.08, 1.11])
+    )
+    [total] = [figure for figure in checked.figures if figure.comparison.name == "total"]
+    assert total.verdict == "undecided"
+    assert total.why == (
+        "+12.4%, but the runs of one side drift by 8.4% themselves; let the sides take turns"
+    )
 
 
 def test_the_alpha_of_a_check_reaches_its_first_sentence() -> None:
