@@ -45,7 +45,7 @@ from sigmascope.integrations.diffusers.pipeline_call import (
     is_final_decode,
     start_denoising,
 )
-from sigmascope.integrations.diffusers.watch_session import Observer, Session, StageStack
+from sigmascope.integrations.diffusers.watch_session import Observer, Session, StageStack, current_stack
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.hooks import After, Arguments, ByIdentity, Keywords
 from sigmascope.monitor.recorder import LiveStage, frames_here
@@ -169,6 +169,7 @@ class OwnGeneration:
         stage: Its stage.
         calling: The denoiser that is being called.
         denoiser: The one that was called last.
+        is_heard: Whether that is a part of a pipeline that was called before, whose own observer counts its calls.
         name: What that is called in the record.
         form: How the first one takes its timestep.
         first: The first timestep's number; None: not known.
@@ -186,6 +187,7 @@ class OwnGeneration:
     stage: LiveStage
     calling: nn.Module | None = None
     denoiser: "weakref.ref[nn.Module] | None" = None
+    is_heard: bool = False
     name: str = ""
     form: _Form | None = None
     first: float | None = None
@@ -332,11 +334,15 @@ class OwnLoopObserver(Observer):
         if not form.is_known and (self._refused.get(module) or not _is_timestep_of(latents, timestep)):
             return None
         is_same = own is not None and own.denoiser is not None and own.denoiser() is module
-        if is_tracing() or (not is_same and self._is_heard(module)):  # type: ignore[no-untyped-call]
+        if is_tracing() or _is_counted_by_host(own):  # type: ignore[no-untyped-call]
             return None
-        if _is_counted_by_host(own):
+        is_heard = own.is_heard if own is not None and is_same else self._is_heard(module)
+        if is_heard and current_stack(self.session) not in (
+            None,
+            stack,
+        ):  # a pipeline calls it, from another context
             return None
-        return self._denoise(stack, module, form, latents, timestep)
+        return self._denoise(stack, module, form, latents, timestep, is_heard=is_heard)
 
     def _let_go(self, kind: type, form: _Form, around: nn.Module | None) -> None:
         """Hear no more of a class that works inside denoisers."""
@@ -346,7 +352,14 @@ class OwnLoopObserver(Observer):
             self.forget((id(kind), "__call__"))
 
     def _denoise(
-        self, stack: StageStack, module: nn.Module, form: _Form, latents: object, timestep: object
+        self,
+        stack: StageStack,
+        module: nn.Module,
+        form: _Form,
+        latents: object,
+        timestep: object,
+        *,
+        is_heard: bool,
     ) -> After:
         own = self._generations.get(stack)
         number = number_of(timestep)
@@ -368,14 +381,15 @@ class OwnLoopObserver(Observer):
         own.is_repeated = own.is_repeated or (not is_first and (number is None or number != own.first))
         own.last, own.calling = number, module
         if own.denoiser is None or own.denoiser() is not module:
-            own.denoiser = weakref.ref(module)
+            own.denoiser, own.is_heard = weakref.ref(module), is_heard
             own.name = own.uses(
                 "unet" if "UNet" in type(unwrap(module) or module).__name__ else "denoiser", module
             )
         denoising = start_denoising(stack)
         if denoising not in own.denoisings:
             own.denoisings.append(denoising)
-        denoising.called(own.name, (latents, timestep if number is None else number), {})
+        if not is_heard:
+            denoising.called(own.name, (latents, timestep if number is None else number), {})
 
         def after(result: object, error: BaseException | None) -> None:
             own.calling = None
@@ -423,7 +437,10 @@ class OwnLoopObserver(Observer):
 
     def _before_text(self, encoder: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self._stack()
-        if stack is None or stack.is_in(ENCODING_STAGE) or self._is_heard(encoder):
+        if stack is None or stack.is_in(ENCODING_STAGE):
+            return None
+        is_heard = self._is_heard(encoder)
+        if is_heard and current_stack(self.session) not in (None, stack):
             return None
         own = self._generations.get(stack)
         if own is not None and own.has_denoised:
@@ -432,6 +449,8 @@ class OwnLoopObserver(Observer):
             self._end(stack)
             own = None
         (own or self._begin(stack)).uses(_ENCODER_NAME, encoder)
+        if is_heard:
+            return None
         texts = self.session.observer(TextEncodingObserver)
         return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME)
 
@@ -635,12 +654,16 @@ def _call_of(stack: StageStack, own: OwnGeneration) -> CallFacts:
     if size is None and len(own.latents) == 4 and own.latents[1] in _PICTURE_CHANNELS:
         size = own.latents[-2], own.latents[-1]
     batch = own.latents[0] if own.latents else None
-    guidance = stack.most_calls_a_step if stack.most_calls_a_step > 1 else None
+    calls = sum(denoising.calls.total() for denoising in own.denoisings)
+    steps = sum(denoising.steps for denoising in own.denoisings)
+    # A solver of second order calls twice a step, too, but for the first step or the last.
+    is_guided = stack.most_calls_a_step > 1 and calls == steps * stack.most_calls_a_step
+    guidance = stack.most_calls_a_step if is_guided else None
     if own.pictures and batch and batch % own.pictures == 0:
         guidance = guidance or batch // own.pictures
         batch = own.pictures
     return CallFacts(
-        num_inference_steps=sum(denoising.steps for denoising in own.denoisings) or None,
+        num_inference_steps=steps or None,
         guidance_batches=guidance,
         height=None if size is None else size[0],
         width=None if size is None else size[1],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families import make_pipeline
+from tests.families import generate, make_pipeline
 from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor, nn
 
@@ -318,6 +318,43 @@ def test_a_vae_and_a_scheduler_can_be_named_beside_the_denoiser(parts: Any, watc
         == {"vae": ["denoising", "latent_decoding"], "scheduler": ["model_sampling", "denoising"]}[watched]
     )
     assert len(run.stage("denoising").steps) == 3
+
+
+@torch.no_grad()
+def heun(model: nn.Module) -> Tensor:
+    """Karras et al. 2022, algorithm 1: two calls a step, but for the last."""
+    sigmas = [8.0, 4.0, 2.0, 1.0, 0.0]
+    x = torch.ones(1, 3, 8, 8) * sigmas[0]
+    for sigma, following in pairwise(sigmas):
+        slope = (x - model(x, torch.tensor([sigma]))) / sigma
+        if following:
+            ahead = x + slope * (following - sigma)
+            slope = (slope + (ahead - model(ahead, torch.tensor([following]))) / following) / 2
+        x = x + slope * (following - sigma)
+    return x
+
+
+def test_a_solver_of_second_order_has_its_steps_and_is_not_guidance() -> None:
+    with sigmascope.watch() as run:
+        heun(Plain())
+    (generation,) = run.stages
+    denoising = run.stage("denoising")
+    assert (len(denoising.steps), denoising.facts["denoiser_calls"]) == (4, {"denoiser": 7})
+    assert generation.facts["call"]["guidance_batches"] is None
+
+
+def test_a_loop_with_the_parts_of_a_pipeline_that_was_called_is_a_generation_too(parts: Any) -> None:
+    with sigmascope.watch() as run:
+        generate(parts, "sd15", num_inference_steps=2)
+        by_hand(parts, 4)
+        by_hand(parts, 3, calls=2)
+    assert [stage.name for stage in run.stages] == ["generation"] * 3
+    for generation, steps in zip(run.stages[1:], (4, 3), strict=True):
+        expected = ["text_encoding", "model_sampling", f"denoising {steps}", "latent_decoding"]
+        assert outline(generation) == expected
+        assert generation.facts["pipeline"]["class_name"] == "own loop"
+    calls = [s.facts["denoiser_calls"] for g in run.stages for s in g.children if s.name == "denoising"]
+    assert [sum(each.values()) for each in calls] == [2, 4, 6]
 
 
 class Unheard(nn.Module):
