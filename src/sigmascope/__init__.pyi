@@ -34,18 +34,14 @@ from .pipeline.optimizer import (
 )
 
 # Make LoRAs
-from .lora.extract import extract_lora as extract_lora
+from .pipeline.lora_loading import convert_lora as convert_lora, extract_lora as extract_lora
+from .pipeline.lora_loading import merge_lora_files as merge_lora_files, resize_lora as resize_lora
 from .lora.layer_extraction import ExtractOptions as ExtractOptions
-from .lora.merge import (
-    CombineOptions as CombineOptions,
-    MergeMethod as MergeMethod,
-    merge_lora_files as merge_lora_files,
-)
-from .lora.resize import RankPlan as RankPlan, resize_lora as resize_lora
+from .lora.merge import CombineOptions as CombineOptions, MergeMethod as MergeMethod
+from .lora.resize import RankPlan as RankPlan
 from .lora.ranks import FixedRank as FixedRank, MethodRank as MethodRank, RankRules as RankRules
 from .lora.budget import Budget as Budget
 from .lora.size_plan import LoraPlan as LoraPlan, plan_lora as plan_lora
-from .lora.convert import convert_lora as convert_lora
 from .lora.statistics import ModelStatistics as ModelStatistics, load_statistics as load_statistics
 from .lora.statistics_collection import collect_statistics as collect_statistics
 from .lora.fit import FitOptions as FitOptions, FittedLora as FittedLora
@@ -61,7 +57,7 @@ from .lora.inspect import inspect_lora as inspect_lora
 from .lora.compare import compare_loras as compare_loras
 from .lora.compatibility import judge_lora as judge_lora
 from .lora.reader import load_lora as load_lora, open_lora as open_lora
-from .lora.writer import save_lora as save_lora
+from .pipeline.lora_loading import save_lora as save_lora
 from .lora.file import LoraFile as LoraFile
 from .lora.factors import LoraFactors as LoraFactors
 

@@ -34,6 +34,7 @@ from sigmascope.svg import PICTURES, Shape, drawn
 from sigmascope.units import format_size
 
 if TYPE_CHECKING:
+    from sigmascope.lora.loadable import WrittenLoads
     from sigmascope.records.run import Finding
 
 
@@ -180,18 +181,10 @@ def print_written(console: Console, path: Path, file_bytes: int) -> None:
     console.print(Text("Written: ").append_text(plain(path)).append(f" ({format_size(file_bytes)})"))
 
 
-def print_loads(console: Console, path: Path) -> None:
+def print_loads(console: Console, loads: "WrittenLoads | None") -> None:
     """Say what the hosts make of a LoRA that was written."""
-    from sigmascope.pipeline.lora_loading import loads_of_written
-
-    console.print(Text(f"Loads: {loads_of_written(path).in_words}", overflow="fold"))
-
-
-def loads_of(path: Path) -> dict[str, Any]:
-    """The same as JSON values, under `loads`."""
-    from sigmascope.pipeline.lora_loading import loads_of_written
-
-    return {"loads": loads_of_written(path).as_dict()}
+    if loads is not None:
+        console.print(Text(f"Loads: {loads.in_words}", overflow="fold"))
 
 
 def counts(occurrences: Mapping[Any, int], *, most: int = 6) -> str:

@@ -37,6 +37,7 @@ from sigmascope.lora.file_family import file_family, layout_as, nearest_family, 
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
+from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.module_names import ParsedNames, parse_names
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.reader import open_lora
@@ -92,6 +93,7 @@ class ConversionReport:
         left_out: What is only in the old file, including keys that belong to no module.
         file_bytes: Size of the new file.
         factored: Changes that the format cannot hold and that became plain factors, with their errors.
+        loads: What hosts make of the new file; see `loadable.loads_of_written`.
     """
 
     source: Path
@@ -106,6 +108,7 @@ class ConversionReport:
     file_bytes: int
     factored: tuple[ResizedModule, ...] = ()
     family_doubt: str | None = None
+    loads: WrittenLoads | None = None
 
     @property
     def relative_error(self) -> float | None:
@@ -121,9 +124,10 @@ class ConversionReport:
         """The report as JSON values."""
         factored = [module.as_dict() for module in self.factored]
         paths = {"source": str(self.source), "target": str(self.target)}
-        bare = asdict(replace(self, factored=()))
+        bare = asdict(replace(self, factored=(), loads=None))
         errors = {"relative_error": self.relative_error, "weighted_error": self.weighted_error}
-        return bare | paths | errors | {"factored": factored}
+        loads = None if self.loads is None else self.loads.as_dict()
+        return bare | paths | errors | {"factored": factored, "loads": loads}
 
 
 def convert_lora(
@@ -254,6 +258,7 @@ def convert_lora(
         file_bytes=path.stat().st_size,
         factored=tuple(cut),
         family_doubt=named.family_doubt,
+        loads=writer.loads,
     )
 
 

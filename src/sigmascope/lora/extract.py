@@ -44,6 +44,7 @@ from sigmascope.lora.layer_extraction import (
 )
 from sigmascope.lora.layer_names import blocks_of_model, layer_order
 from sigmascope.lora.linalg import fast_dtype
+from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.sidecar import refuse_other_yaml, sidecar_path, sidecar_text
 from sigmascope.lora.statistics import ModelStatistics, load_statistics_of
@@ -129,9 +130,9 @@ def extract_lora(
         sidecar.write_text(
             sidecar_text(report.sidecar, report.base, report.tuned, _facts(report)), encoding="utf-8"
         )
-        write_extracted(target, lora_format, pair, layers, journal, options, metadata, diffs)
+        loads = write_extracted(target, lora_format, pair, layers, journal, options, metadata, diffs)
     seconds = time.perf_counter() - started
-    return replace(report, seconds=seconds, file_bytes=target.stat().st_size)
+    return replace(report, seconds=seconds, file_bytes=target.stat().st_size, loads=loads)
 
 
 def check_extraction(
@@ -336,7 +337,7 @@ def write_extracted(
     options: ExtractOptions,
     metadata: Mapping[str, str],
     diffs: Iterable[str],
-) -> None:
+) -> WrittenLoads | None:
     """Write the LoRA, whole or not at all.
 
     Args:
@@ -349,6 +350,9 @@ def write_extracted(
         metadata: Texts for the header beside those of the format.
         diffs: Keys of biases, norms and embeddings whose change is stored as it is.
 
+    Returns:
+        What the file loads into.
+
     Raises:
         WriteError: The target cannot be written.
         NonFiniteError: A change does not fit the storage precision.
@@ -360,6 +364,7 @@ def write_extracted(
             writer.write(layer, read_factors(journal, reader, layer, layers[layer], dtype))
         for key in diffs:
             writer.write_diff(key, pair.change(key, _CPU).delta)
+    return writer.loads
 
 
 def _writer(
@@ -517,6 +522,7 @@ class ExtractionReport:
         file_bytes: Size of the LoRA file.
         weighted_error: The overall error as the statistics or the budget weigh it, which is what `max_error`
             limits; None where all errors count the same.
+        loads: What hosts make of the new file; see `loadable.loads_of_written`.
     """
 
     base: Path
@@ -534,6 +540,7 @@ class ExtractionReport:
     seconds: float
     file_bytes: int
     weighted_error: float | None = None
+    loads: WrittenLoads | None = None
 
     @property
     def total_lora_modules(self) -> int:
@@ -593,7 +600,8 @@ class ExtractionReport:
             "average_error": self.average_error,
             "weighted_error": self.weighted_error,
         }
-        fields = asdict(self) | {"options": self.options.as_dict()}
+        loads = None if self.loads is None else self.loads.as_dict()
+        fields = asdict(replace(self, loads=None)) | {"options": self.options.as_dict(), "loads": loads}
         fields.pop("weighted_error")
         paths = {name: str(fields.pop(name)) for name in ("base", "tuned", "lora", "sidecar")}
         return paths | totals | fields

@@ -31,6 +31,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files
 from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.live_layers import Layer
+from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics_collection import copied, first_tensor, frozen
 from sigmascope.lora.writer import writer_of_aligned
@@ -115,6 +116,7 @@ class FittedLora:
         calls: Number of calls that the LoRA was fitted to.
         steps: Steps of the optimizer.
         seconds: How long the fit took, without recording.
+        loads: What hosts make of the file, if `save_fitted` wrote one; see `loadable.loads_of_written`.
     """
 
     lora: LoraFile
@@ -124,6 +126,7 @@ class FittedLora:
     calls: int
     steps: int
     seconds: float
+    loads: WrittenLoads | None = None
 
     @property
     def is_nearer(self) -> bool:
@@ -501,4 +504,4 @@ def save_fitted(
             writer.write(name, layers.modules[name])
         for name in layers.changes:  # of other parts of the pipeline
             writer.write_change(name, layers.changes[name])
-    return fitted
+    return replace(fitted, loads=writer.loads)

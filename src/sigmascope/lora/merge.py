@@ -285,6 +285,7 @@ def merge_lora_files(
             unread=unread_tensors(originals),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
+            loads=output.loads,
         )
 
 

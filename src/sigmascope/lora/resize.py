@@ -44,6 +44,7 @@ from sigmascope.lora.fingerprint import BASE_FINGERPRINT, TUNED_FINGERPRINT
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import FULL_RANK, Spectrum, max_rank, root_sum_square
+from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
@@ -221,6 +222,7 @@ class ReductionReport:
         file_bytes: Size of the written file.
         seconds: How long all of it took.
         unread: Tensors of the inputs that belong to no module, so that `kept_energy` does not count what they change.
+        loads: What hosts make of the new file; see `loadable.loads_of_written`.
     """
 
     inputs: tuple[InputLora, ...]
@@ -236,6 +238,7 @@ class ReductionReport:
     file_bytes: int
     seconds: float
     unread: tuple[str, ...] = ()
+    loads: WrittenLoads | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -307,6 +310,7 @@ class ReductionReport:
             "findings": [asdict(finding) for finding in self.findings],
             "blocks": [asdict(block) for block in self.blocks],
             "modules": [module.as_dict() for module in self.modules],
+            "loads": None if self.loads is None else self.loads.as_dict(),
         }
 
 
@@ -407,6 +411,7 @@ def resize_lora(
             unread=unread_tensors([original]),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
+            loads=output.loads,
         )
 
 

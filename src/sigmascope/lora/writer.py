@@ -50,7 +50,7 @@ from sigmascope.lora.linalg import (
     matrix_shape,
     max_rank,
 )
-from sigmascope.lora.loadable import require_loadable
+from sigmascope.lora.loadable import WrittenLoads, loads_of_written, require_loadable
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """The layout if none is given."""
@@ -80,7 +80,7 @@ def save_lora(
     layout: ModelLayout | None = None,
     model_layers: Iterable[str] | None = None,
     dtype: torch.dtype | None = None,
-) -> None:
+) -> WrittenLoads | None:
     """Write a LoRA; the target appears complete or not at all.
 
     The header has `lora.metadata`, the format's own fields (ranks, alpha, naming) and `metadata`; later ones win.
@@ -95,8 +95,11 @@ def save_lora(
         model_layers: Paths of all layers of the model, needed to number the blocks of a U-Net of unusual size.
         dtype: Stored dtype of the factors; by default their own, or float32 if a scale would round them.
 
+    Returns:
+        What the file loads into.
+
     Raises:
-        LoraFormatError: The LoRA has no modules, or the format cannot hold one of them.
+        LoraFormatError: The LoRA has no modules, the format cannot hold one of them, or its host would take none.
         NonFiniteError: A factor holds NaN or Inf, or overflows `dtype`.
         WriteError: The target cannot be written.
     """
@@ -116,6 +119,7 @@ def save_lora(
             writer.write(name, factors)
         for name, change in lora.changes.items():
             writer.write_change(name, change)
+    return writer.loads
 
 
 class LoraWriter:
@@ -147,9 +151,11 @@ class LoraWriter:
     Attributes:
         tally: Kinds and ranks of what is written so far.
         widened: Layers whose up factor became float32, because their scale would have rounded it.
+        loads: What the file loads into, once the block is left; None of a file that is only measured.
 
     Raises:
-        LoraFormatError: There is no such format; on leaving: nothing was written.
+        LoraFormatError: There is no such format; on leaving: nothing was written, or the format's host would take none
+            of it.
         WriteError: On entering: the target cannot be written.
     """
 
@@ -175,6 +181,7 @@ class LoraWriter:
         self.layout = layout or LBM_LAYOUT
         self.tally = Tally()
         self.widened: list[str] = []
+        self.loads: WrittenLoads | None = None
         self._inherited, self._metadata = dict(inherited or {}), dict(metadata or {})
         self._dtype = dtype
         self._prefix = prefix
@@ -201,14 +208,21 @@ class LoraWriter:
         if error is not None:
             self._file.__exit__(kind, error, trace)
             return
-        # Without a prefix a file is for a model alone, which takes names that no pipeline does; so may an unknown model.
-        has_prefix = self._prefix is None or self._prefix.strip() not in ("", "none")
-        is_for_pipelines = has_prefix and self.layout.family != "unknown"
-        if is_for_pipelines:
-            self._file.look_at = partial(require_loadable, target=self.path, format=self.format.name)
+        self._file.look_at = self._hold
         with ExitStack() as stack:
             stack.push(self._file)  # renames the file into place, or removes it if `_finish` fails
             self._finish()
+
+    def _hold(self, written: Path) -> None:
+        """Hold the whole file to its format's host, before it takes its place.
+
+        Without a prefix a file is for a model alone, which takes names that no pipeline does; so may an unknown model.
+        """
+        has_prefix = self._prefix is None or self._prefix.strip() not in ("", "none")
+        if has_prefix and self.layout.family != "unknown":
+            self.loads = require_loadable(written, target=self.path, format=self.format.name)
+        else:
+            self.loads = loads_of_written(written)
 
     @property
     def file_bytes(self) -> int:

@@ -11,64 +11,38 @@ than the measured one, or where the statement has no answer (`is_worth_asking`).
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.lora.families import Family, family_named
+from sigmascope.lora import convert, extract, loadable, merge, resize, writer
+from sigmascope.lora.families import Family, Part, family_named
+from sigmascope.lora.families.text_encoders import in_transformers
 from sigmascope.lora.file_family import file_family
 from sigmascope.lora.formats import group_keys
 from sigmascope.lora.hosts import HOSTS, HostReading, no_loader
-from sigmascope.lora.loadable import ALSO_ASKED, Loads, stated_loads
+from sigmascope.lora.loadable import ASK_INSTALLED, InstalledReading, Loads, WrittenLoads
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.reader import any_kind_in
-from sigmascope.units import counted
 
 _NEEDED: Final = ("diffusers", "peft", "transformers")
+_NOT_INSTALLED: Final = "diffusers, PEFT and transformers are not all installed"
 _ENDING: Final = re.compile(
     r"\.(?:processor\.)?(?:lora_[AB]|lora\.(?:up|down)|lokr_\w+|lora_magnitude_vector)(?:\.|$).*"
 )
 _BLOCK: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_CHARACTERS: Final = 200  # of an error of diffusers
-
-
-@dataclass(frozen=True, slots=True)
-class InstalledReading:
-    """What the installed diffusers makes of a file's modules for the denoiser.
-
-    Attributes:
-        version: Of diffusers; None if it is not installed.
-        modules: How many the file has.
-        taken: How many of them its loader puts, with all their factors, on layers that the family's class has; None if it
-            was not asked, or cannot be.
-        layers: How many layers of the class they change; None likewise.
-        lost: The others' names.
-        reason: Why `taken` is None, or why the loader takes none of the modules.
-        family: The family whose pipelines were asked.
-    """
-
-    version: str | None
-    modules: int
-    taken: int | None
-    layers: int | None = None
-    lost: tuple[str, ...] = ()
-    reason: str | None = None
-    family: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The reading as JSON values."""
-        return asdict(self)
 
 
 def reading_of_installed(path: str | PathLike[str]) -> InstalledReading:
@@ -84,14 +58,15 @@ def reading_of_installed(path: str | PathLike[str]) -> InstalledReading:
     with open_checkpoint(Path(path)) as checkpoint:
         family = family_named(file_family(any_kind_in(checkpoint, check_finite=False)).family)
         modules = _modules_by_key(Path(path), tuple(checkpoint.keys()))
-        names = frozenset(modules.values())
+        of_encoders = frozenset(name for name in modules.values() if _is_of_encoder(name))
+        names = frozenset(modules.values()) - of_encoders
         installed = installed_version()
         classes = family.in_diffusers
         reason = None
         if installed is None:
-            reason = "diffusers, PEFT and transformers are not all installed"
-        elif not names:
-            reason = "the file changes no denoiser"
+            reason = _NOT_INSTALLED
+        elif not modules:
+            reason = "the file changes no denoiser and no text encoder"
         elif classes is None:
             reason = (
                 "the model family is not known"
@@ -100,20 +75,45 @@ def reading_of_installed(path: str | PathLike[str]) -> InstalledReading:
             )
         if reason is not None or classes is None:
             return InstalledReading(installed, len(names), None, reason=reason)
-        of_file = partial(InstalledReading, installed, len(names), family=family.name)
-        none = partial(of_file, 0, 0, tuple(sorted(names)))
+        of_file = partial(InstalledReading, installed, family=family.name)
+        none = partial(_with_nothing_taken, of_file, names, of_encoders)
         if (missing := no_loader(family)) is not None:
             return none(missing)
         traced = {key: _traced(checkpoint.tensor(key), modules.get(key)) for key in checkpoint.keys()}  # noqa: SIM118 - not a dict
     layers = _layers_of(family.name)
     if isinstance(layers, str):
-        return of_file(None, reason=layers)
+        return of_file(len(names), None, reason=layers)
     given = _given(family, traced)
     if isinstance(given, str):
         return none(given)
-    changed = _changed(given, layers, f"{family.component}.")
-    taken = frozenset[str]().union(*changed.values())
-    return of_file(len(taken), len(changed), tuple(sorted(names - taken)))
+    held = partial(_held, of_file)
+    encoders = None
+    if of_encoders:
+        changed = {
+            f"{part}.{layer}": of
+            for part, state in given.encoders.items()
+            for layer, of in _changed(state, _layers_of_encoder(family.name, part), "").items()
+        }
+        encoders = held(of_encoders, changed)
+    return replace(
+        held(names, _changed(given.denoiser, layers, f"{family.component}.")),
+        encoders=encoders,
+    )
+
+
+def _held(
+    of_file: Callable[..., InstalledReading], names: frozenset[str], changed: Mapping[str, frozenset[str]]
+) -> InstalledReading:
+    taken = names & frozenset[str]().union(*changed.values())
+    return of_file(len(names), len(taken), len(changed), tuple(sorted(names - taken)))
+
+
+def _with_nothing_taken(
+    of_file: Callable[..., InstalledReading], names: frozenset[str], of_encoders: frozenset[str], reason: str
+) -> InstalledReading:
+    nothing = partial(_held, of_file, changed={})
+    encoders = replace(nothing(of_encoders), reason=reason) if of_encoders else None
+    return replace(nothing(names), reason=reason, encoders=encoders)
 
 
 def installed_version() -> str | None:
@@ -141,85 +141,59 @@ def _is_measured(installed: str) -> bool:
     return installed.split(".")[:2] == measured.split(".")
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenLoads:
-    """What a LoRA that was written loads into.
-
-    Attributes:
-        stated: By our statement of the hosts' rules.
-        installed: By the installed diffusers; its `reason` says why it was not asked.
-    """
-
-    stated: Loads
-    installed: InstalledReading
-
-    @property
-    def in_words(self) -> str:
-        """Such as "diffusers 30 of 30 × 1, ComfyUI 22 of 22 × 1; diffusers 0.42.1 itself: 30 of 30"."""
-        own, installed = self.stated.in_words, self.installed
-        if installed.taken is not None:
-            why = f" ({installed.reason})" if installed.reason and not self._says(installed.reason) else ""
-            return (
-                f"{own}; diffusers {installed.version} itself: {installed.taken} of {installed.modules}{why}"
-            )
-        is_asked_for = "diffusers" in self.stated.hosts and installed.version is None
-        return f"{own}; not held to an installed diffusers ({installed.reason})" if is_asked_for else own
-
-    def _says(self, reason: str) -> bool:
-        return any(reason in one.unavailable.values() for one in self.stated.hosts.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as JSON values."""
-        return self.stated.as_dict() | {"installed_diffusers": self.installed.as_dict()}
-
-
 def loads_of_written(path: Path) -> WrittenLoads:
-    """Say what a LoRA file loads into; the installed diffusers is asked where `is_worth_asking` says so.
+    """`loadable.loads_of_written`, asking the installed diffusers where `is_worth_asking` says so.
 
     Raises:
         CheckpointError: The file is damaged.
     """
-    stated, installed = stated_loads(path), installed_version()
-    reading = stated.hosts.get("diffusers")
-    modules = 0 if reading is None else reading.modules
-    if reading is None:
-        why = "the file is for an LBM" if stated.reason is None else stated.reason
-    elif installed is None:
-        why = "diffusers, PEFT and transformers are not all installed"
-    elif is_worth_asking(reading):
-        return WrittenLoads(stated, reading_of_installed(path))
-    else:
-        why = f"its rules are those that were measured, of diffusers {installed}"
-    return WrittenLoads(stated, InstalledReading(installed, modules, None, reason=why))
+    with held_to_installed():
+        return loadable.loads_of_written(path)
 
 
 @contextmanager
 def held_to_installed() -> Iterator[None]:
-    """Inside the block, no PEFT file takes its place of which the installed diffusers would take nothing."""
-    token = ALSO_ASKED.set(_why_dead)
+    """Inside the block, no PEFT file takes its place of which the installed diffusers would take nothing.
+
+    What is written there has the installed diffusers' answer in its `loads`. Also a decorator of a function.
+    """
+    token = ASK_INSTALLED.set(_asked)
     try:
         yield
     finally:
-        ALSO_ASKED.reset(token)
+        ASK_INSTALLED.reset(token)
 
 
-def _why_dead(written: Path) -> str | None:
-    made = loads_of_written(written).installed
-    if made.taken != 0 or not made.modules or no_loader(family_named(made.family)) is not None:
-        return None
-    why = f" ({made.reason})" if made.reason else ""
-    return f"diffusers {made.version} takes none of its {counted(made.modules, 'module')}{why}"
+convert_lora = held_to_installed()(convert.convert_lora)
+extract_lora = held_to_installed()(extract.extract_lora)
+merge_lora_files = held_to_installed()(merge.merge_lora_files)
+resize_lora = held_to_installed()(resize.resize_lora)
+save_lora = held_to_installed()(writer.save_lora)
+
+
+def _asked(path: Path, stated: Loads) -> InstalledReading:
+    """The installed diffusers' reading where it is worth asking; else why it was not asked."""
+    reading, installed = stated.hosts.get("diffusers"), installed_version()
+    modules = 0 if reading is None else reading.modules
+    if reading is None:
+        why = "the file is for an LBM" if stated.reason is None else stated.reason
+    elif installed is None:
+        why = _NOT_INSTALLED
+    elif is_worth_asking(reading):
+        return reading_of_installed(path)
+    else:
+        why = f"its rules are those that were measured, of diffusers {installed}"
+    return InstalledReading(installed, modules, None, reason=why)
 
 
 def _modules_by_key(path: Path, keys: tuple[str, ...]) -> dict[str, str]:
-    """The module of each key that is for the denoiser, as the file is read."""
+    """The module of each key, as the file is read."""
     groups = group_keys(path, keys).groups
-    return {
-        key: name
-        for name, roles in groups.items()
-        if not any(part.startswith("text_encoder") for part in parse_name(name).parts[:1])
-        for key in roles.values()
-    }
+    return {key: name for name, roles in groups.items() for key in roles.values()}
+
+
+def _is_of_encoder(name: str) -> bool:
+    return any(part.startswith("text_encoder") for part in parse_name(name).parts[:1])
 
 
 class _Traced(Tensor):
@@ -281,13 +255,43 @@ def _model(family: str) -> nn.Module | str:
     return model
 
 
+@lru_cache(maxsize=4)
+def _layers_of_encoder(family: str, part: Part) -> frozenset[str]:
+    """Paths of the layers of a family's text encoder, as its pipelines' loader names them; none if it takes no LoRA."""
+    encoders = family_named(family).encoders.get(part, ())
+    made = in_transformers(encoders[0], family) if encoders else None
+    if made is None:
+        return frozenset()
+    import transformers
+
+    config = getattr(transformers, made.config)(num_hidden_layers=made.layers)
+    with torch.device("meta"), _quiet():
+        model: nn.Module = getattr(transformers, made.model)(config)
+    paths = frozenset(name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
+    if hasattr(model, "text_model"):
+        return paths
+    return paths | {f"text_model.{path}" for path in paths}  # which diffusers strips for such a class
+
+
 def _of_any_block(path: str) -> str:
     """A path without the number of its block: a file's model may have more blocks than the class by default."""
     return _BLOCK.sub("#", path, count=1)
 
 
-def _given(family: Family, state: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
-    """What the pipelines' loader would put on the denoiser, by its own keys; why it refuses the file, if so."""
+class _Given(NamedTuple):
+    """What a loader would put on the models of a pipeline, by their own keys.
+
+    Attributes:
+        denoiser: On the denoiser, with the component before each key.
+        encoders: On each text encoder, by the component's name.
+    """
+
+    denoiser: dict[str, Tensor]
+    encoders: dict[Part, dict[str, Tensor]]
+
+
+def _given(family: Family, state: Mapping[str, Tensor]) -> _Given | str:
+    """What the pipelines' loader would put on a pipeline; why it refuses the file, if so."""
     from diffusers import loaders
     from diffusers.utils import convert_unet_state_dict_to_peft
 
@@ -296,29 +300,40 @@ def _given(family: Family, state: Mapping[str, Tensor]) -> dict[str, Tensor] | s
     mixin = getattr(loaders, classes.loader or "", None)
     if mixin is None:
         return f"the installed diffusers has no {classes.loader}"
-    given: dict[str, Tensor] = {}
+    given = _Given({}, {})
     pipeline = _loading_into(mixin, given, family)
     try:
         with _quiet():
             pipeline.load_lora_weights(dict(state))
-            if given and not any(
-                mark in key for key in given for mark in (".lokr_", "lora_A")
+            own = given.denoiser
+            if own and not any(
+                mark in key for key in own for mark in (".lokr_", "lora_A")
             ):  # as a model's own `load_lora_adapter` renames them
-                given = convert_unet_state_dict_to_peft(given)
+                given = given._replace(denoiser=convert_unet_state_dict_to_peft(own))
     except Exception as error:  # noqa: BLE001 - whatever the loader raises, it takes nothing
         said = " ".join(str(error).split())[:_MOST_CHARACTERS]
         return f"its loader refuses the file ({type(error).__name__}: {said})"
     return given
 
 
-def _loading_into(mixin: type, given: dict[str, Tensor], family: Family) -> Any:
-    """A pipeline that only has the loader's methods, and keeps what it would put on the denoiser.
+def _loading_into(mixin: type, given: _Given, family: Family) -> Any:
+    """A pipeline that only has the loader's methods, and keeps what it would put on its models.
 
     Widths are those of the file: whether they are the model's is for who has the model.
     """
+    from diffusers.utils import convert_state_dict_to_diffusers, convert_state_dict_to_peft
 
     def keep(cls: Any, state_dict: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
-        given.update(state_dict)
+        given.denoiser.update(state_dict)
+
+    def keep_of_encoder(cls: Any, state_dict: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        part = kwargs.get("prefix") or cls.text_encoder_name
+        own = {
+            key.removeprefix(f"{part}."): tensor
+            for key, tensor in state_dict.items()
+            if key.startswith(f"{part}.")
+        }
+        given.encoders[part] = convert_state_dict_to_peft(convert_state_dict_to_diffusers(own)) if own else {}
 
     def drop(cls: Any, *args: Any, **kwargs: Any) -> None: ...
 
@@ -331,7 +346,7 @@ def _loading_into(mixin: type, given: dict[str, Tensor], family: Family) -> Any:
     own = {
         "load_lora_into_transformer": classmethod(keep),
         "load_lora_into_unet": classmethod(keep),
-        "load_lora_into_text_encoder": classmethod(drop),
+        "load_lora_into_text_encoder": classmethod(keep_of_encoder),
         "_load_norm_into_transformer": classmethod(drop),
         "_maybe_expand_transformer_param_shape_or_error_": classmethod(same_widths),
         "_maybe_expand_lora_state_dict": classmethod(as_given),

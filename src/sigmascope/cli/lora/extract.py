@@ -14,7 +14,6 @@ from sigmascope.cli.console import (
     Console,
     facts,
     findings,
-    loads_of,
     needs_extra,
     percent,
     plain,
@@ -178,8 +177,8 @@ def extract(
         config=config_path,
         calibrates=calibrate is not None,
     )
-    from sigmascope.lora.extract import ExtractOptions, check_extraction, extract_lora
-    from sigmascope.pipeline.lora_loading import held_to_installed
+    from sigmascope.lora.extract import ExtractOptions, check_extraction
+    from sigmascope.pipeline.lora_loading import extract_lora
 
     options = ExtractOptions(
         rules=choice.rules,
@@ -202,10 +201,10 @@ def extract(
             options = replace(options, statistics=made)
             check_extraction(base_model_path, tuned_model_path, save_to, options)
             calibrated(tuned_model_path, pictures, config_path, device).save(made)
-        with progress_bar("Extracting") as progress, held_to_installed():
+        with progress_bar("Extracting") as progress:
             report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
     if as_json:
-        print_json(report.as_dict() | loads_of(report.lora))
+        print_json(report.as_dict())
     else:
         print_extraction(Console(), report, verbose=verbose)
 
@@ -291,7 +290,7 @@ def print_extraction(console: Console, report: "ExtractionReport", *, verbose: b
     console.print(findings(report.findings))
     print_written(console, report.lora, report.file_bytes)
     console.print(Text("         ").append_text(plain(report.sidecar)))
-    print_loads(console, report.lora)
+    print_loads(console, report.loads)
     following = "Next: sigmascope lora validate "
     console.print(Text(following).append_text(plain(report.lora)))
 

@@ -20,7 +20,6 @@ from sigmascope.cli.console import (
     findings,
     layer,
     listed,
-    loads_of,
     number,
     percent,
     plain,
@@ -167,8 +166,8 @@ def merge(
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
     _refuse(["--allow_unmatched"] if allow_unmatched else [], "--into")
-    from sigmascope.lora.merge import CombineOptions, merge_lora_files
-    from sigmascope.pipeline.lora_loading import held_to_installed
+    from sigmascope.lora.merge import CombineOptions
+    from sigmascope.pipeline.lora_loading import merge_lora_files
 
     options = CombineOptions(
         weights=strengths,
@@ -180,10 +179,10 @@ def merge(
         statistics=statistics,
         ridge=ridge,
     )
-    with progress_bar("Merging") as progress, held_to_installed():
+    with progress_bar("Merging") as progress:
         report = merge_lora_files(loras, save_to, options, progress=progress)
     if as_json:
-        print_json(report.as_dict() | loads_of(report.lora))
+        print_json(report.as_dict())
     else:
         print_reduction(Console(), "LoRA merge", report, verbose=verbose)
 
@@ -333,10 +332,9 @@ def resize(
             "no rank is given.",
             hint="Give --rank 16, --rank_method energy:0.95, --max_size 50MB, or more.",
         )
-    from sigmascope.lora.resize import resize_lora
-    from sigmascope.pipeline.lora_loading import held_to_installed
+    from sigmascope.pipeline.lora_loading import resize_lora
 
-    with progress_bar("Resizing") as progress, held_to_installed():
+    with progress_bar("Resizing") as progress:
         report = resize_lora(
             lora,
             save_to,
@@ -348,7 +346,7 @@ def resize(
             progress=progress,
         )
     if as_json:
-        print_json(report.as_dict() | loads_of(report.lora))
+        print_json(report.as_dict())
     else:
         print_reduction(Console(), "LoRA resize", report, verbose=verbose)
 
@@ -367,7 +365,7 @@ def print_reduction(console: Console, what: str, report: "ReductionReport", *, v
         listed(console, "Formed and decomposed (more than up and down factors)", report.formed, style="cyan")
     console.print(findings(report.findings))
     print_written(console, report.lora, report.file_bytes)
-    print_loads(console, report.lora)
+    print_loads(console, report.loads)
 
 
 def _reduced_block_table(report: "ReductionReport") -> Table:
@@ -508,11 +506,10 @@ def convert(
     format cannot hold. Alpha becomes the rank, and the scale is multiplied into
     the up factor. The header keeps all entries that are still true.
     """
-    from sigmascope.lora.convert import convert_lora
     from sigmascope.lora.writer import STORAGE_DTYPES
-    from sigmascope.pipeline.lora_loading import held_to_installed
+    from sigmascope.pipeline.lora_loading import convert_lora
 
-    with progress_bar("Converting") as progress, held_to_installed():
+    with progress_bar("Converting") as progress:
         report = convert_lora(
             source,
             target,
@@ -528,7 +525,7 @@ def convert(
             progress=progress,
         )
     if as_json:
-        print_json(report.as_dict() | loads_of(report.target))
+        print_json(report.as_dict())
     else:
         _print_conversion(Console(), report)
 
@@ -538,7 +535,7 @@ def _print_conversion(console: Console, report: "ConversionReport") -> None:
     console.print(facts(_conversion_facts(report)))
     listed(console, "Left out", [f"{module.name} ({module.reason})" for module in report.left_out])
     print_written(console, report.target, report.file_bytes)
-    print_loads(console, report.target)
+    print_loads(console, report.loads)
 
 
 def _conversion_facts(report: "ConversionReport") -> list[tuple[str, RenderableType | None]]:
@@ -568,9 +565,8 @@ def _factored(report: "ConversionReport") -> str:
 
 def _usable_in(report: "ConversionReport") -> str:
     from sigmascope.lora.formats import format_named
-    from sigmascope.lora.loadable import stated_loads
 
-    diffusers = stated_loads(report.target).hosts.get("diffusers")
+    diffusers = None if report.loads is None else report.loads.stated.hosts.get("diffusers")
     if report.family == "unknown" and report.format != "native":
         return "unverified: no host is known to take names of an unknown family"
     in_diffusers = report.format == "kohya" and diffusers is not None and diffusers.taken == diffusers.modules

@@ -95,3 +95,39 @@ ENCODER_READS: Final = (
     ),
 )
 """As measured of the hosts' loaders; other encoders than those of these rows' `encoders` were not."""
+
+
+class InTransformers(NamedTuple):
+    """A text encoder's class in transformers.
+
+    Attributes:
+        model: Its name.
+        config: Its configuration's.
+        layers: How many it has in diffusers' pipelines.
+    """
+
+    model: str
+    config: str
+    layers: int
+
+
+_WITHOUT_PROJECTION: Final = {
+    "clip_l": InTransformers("CLIPTextModel", "CLIPTextConfig", 12),
+    "clip_h": InTransformers("CLIPTextModel", "CLIPTextConfig", 23),
+}
+_PROJECTED: Final = {
+    "clip_l": InTransformers("CLIPTextModelWithProjection", "CLIPTextConfig", 12),
+    "clip_g": InTransformers("CLIPTextModelWithProjection", "CLIPTextConfig", 32),
+}
+
+
+def in_transformers(encoder: str, family: str) -> InTransformers | None:
+    """The class that a family's pipelines in diffusers have for a text encoder; None where no loader puts a LoRA on it.
+
+    Args:
+        encoder: ComfyUI's name.
+        family: The model family.
+    """
+    if family == "sd3":
+        return _PROJECTED.get(encoder)
+    return _WITHOUT_PROJECTION.get(encoder) or _PROJECTED.get(encoder)
