@@ -349,6 +349,8 @@ def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: b
         say(f"Trained {_steps(report.step - before)}{in_all} in {seconds}{_gained(report)}")
     for file in report.files:
         say(f"Wrote {file}")
+        if file in report.loads:
+            say(f"Loads: {report.loads[file].in_words}")
 
 
 def _report_values(report: "TrainReport", settings: "TrainSettings") -> Mapping[str, Any]:
@@ -363,6 +365,7 @@ def _report_values(report: "TrainReport", settings: "TrainSettings") -> Mapping[
         ],
         "checkpoint": None if report.checkpoint is None else str(report.checkpoint),
         "files": [str(file) for file in report.files],
+        "loads": {str(file): loads.as_dict() for file, loads in report.loads.items()},
         "set_aside": None if report.set_aside is None else str(report.set_aside),
         "reached": list(report.reached),
         "skipped_samples": report.skipped.count,

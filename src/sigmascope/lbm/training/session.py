@@ -41,7 +41,8 @@ from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.settings import LENGTH_INDEPENDENT, TrainSettings, make_optimizer
 from sigmascope.lora.file import LoraFile, as_text, kept_metadata
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT, denoiser_fingerprint
-from sigmascope.lora.writer import save_lora, stored_factors
+from sigmascope.lora.writer import stored_factors
+from sigmascope.pipeline.lora_loading import save_lora
 
 _NUMPY_SEED_LIMIT: Final = 2**32
 """NumPy takes seeds below this."""

@@ -55,7 +55,7 @@ from sigmascope.lbm.training.distributed import (
     reshard,
     step_batches,
 )
-from sigmascope.lbm.training.lora_layers import PlanRow, make_trainable, plan_training
+from sigmascope.lbm.training.lora_layers import PlanRow, TrainableFull, make_trainable, plan_training
 from sigmascope.lbm.training.metrics import (
     RUN_FILE,
     TRAINING,
@@ -87,6 +87,8 @@ from sigmascope.lbm.training.session import (
     write_result,
 )
 from sigmascope.lbm.training.settings import TrainSettings, make_optimizer
+from sigmascope.lora.loadable import WrittenLoads
+from sigmascope.pipeline.lora_loading import loads_of_written
 from sigmascope.pipeline.peak_prediction import FusedAttention
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
@@ -119,6 +121,7 @@ class TrainReport:
         run: The record, saved beside the checkpoints as `run.json`.
         set_aside: Where the checkpoints of an earlier training were moved if this one had to start anew.
         reached: The settings that left nothing to train, of `max_steps` and `max_epochs`; empty where steps were made.
+        loads: What takes each LoRA of `files`, by file: our own reader, since an LBM has no other host.
     """
 
     step: int
@@ -132,6 +135,7 @@ class TrainReport:
     run: Run
     set_aside: Path | None
     reached: Sequence[str]
+    loads: Mapping[Path, WrittenLoads] = field(default_factory=dict)
 
 
 def train(
@@ -311,6 +315,9 @@ def _train(
         run=watch.run(),
         set_aside=aside,
         reached=reached,
+        loads={}
+        if isinstance(session.trainable, TrainableFull)
+        else {file: loads_of_written(file) for file in files},
     )
 
 
