@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -39,6 +40,24 @@ def test_norms_and_spectra_are_those_of_the_formed_changes(tmp_path: Path) -> No
     assert module.stable_rank == pytest.approx(float(values.square().sum() / values[0] ** 2))
     assert module.size == pytest.approx(float(values.norm()) / (12 * 9) ** 0.5)
     assert (module.rank, module.alpha, module.scale, module.dtype) == (4, 2.0, 0.5, "float32")
+
+
+def test_spectra_found_together_are_those_of_numpy(tmp_path: Path) -> None:
+    """Also of ranks that differ, of a negative scale, of columns that are zero or nearly depend on each other."""
+    start, sizes = "denoiser.mid_block.attentions", ((40, 9, 4), (9, 40, 4), (30, 20, 8), (5, 7, 6))
+    tensors: Tensors = {}
+    for number, (out, inner, rank) in enumerate((*sizes, *sizes)):
+        tensors |= factors(f"{start}.{number}.proj_in", out, inner, rank, seed=number, alpha=-1.5)
+    tensors[f"{start}.4.proj_in.lora_up.weight"][:, 1] = 0.0
+    near = tensors[f"{start}.5.proj_in.lora_up.weight"]
+    near[:, 1] = near[:, 0] + 1e-4 * near[:, 1]
+    for module in inspected(tmp_path, tensors).modules:
+        up, down = (tensors[f"{module.name}.lora_{end}.weight"].double().numpy() for end in ("up", "down"))
+        values = np.linalg.svd(-1.5 / up.shape[1] * up @ down, compute_uv=False)
+        assert module.singular_values == pytest.approx(
+            values[: len(module.singular_values)].tolist(), rel=1e-6, abs=1e-12
+        )
+        assert module.norm == pytest.approx(float(np.linalg.norm(values)), rel=1e-6)
 
 
 def test_ranks_scales_dtypes_and_parameters_are_counted(tmp_path: Path) -> None:

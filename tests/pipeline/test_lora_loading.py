@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tests.lora.reported_layouts import Layout
 from torch import Tensor
 
+import sigmascope
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora import loadable
 from sigmascope.lora.families.known import FAMILIES
@@ -175,3 +176,60 @@ def test_diffusers_is_imported_only_where_its_rules_were_not_measured(
     assert not is_worth_asking(reading)
     monkeypatch.setattr(lora_loading, "installed_version", lambda: "0.99.0")
     assert is_worth_asking(reading)
+
+
+CLIP = "text_model.encoder.layers.{}.self_attn.out_proj"
+SDXL = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+
+
+def kohya_sdxl(*encoders: str) -> State:
+    """One layer of the U-Net, and those of the text encoders that are named."""
+    names = [SDXL, *encoders]
+    ends = {"lora_up.weight": (640, 4), "lora_down.weight": (4, 640)}
+    return {f"{name}.{end}": torch.ones(shape) for name in names for end, shape in ends.items()}
+
+
+def te(number: int, layer: int) -> str:
+    return f"lora_te{number}_" + CLIP.format(layer).replace(".", "_")
+
+
+def test_text_encoders_are_held_to_their_own_names(tmp_path: Path) -> None:
+    """SDXL's first has 12 layers and its second 32."""
+    named = [te(1, 0), te(1, 11), te(1, 12), te(2, 31), "lora_te1_text_model_my_layer"]
+    reading = reading_of_installed(written(kohya_sdxl(*named), tmp_path, "sdxl"))
+    assert (reading.taken, reading.modules) == (1, 1)
+    assert reading.encoders is not None
+    assert (reading.encoders.taken, reading.encoders.modules) == (3, 5)
+    assert set(reading.encoders.lost) == {te(1, 12), "lora_te1_text_model_my_layer"}
+    assert reading.in_words == "1 of 1 and text encoder 3 of 5"
+
+
+def test_a_file_for_text_encoders_alone_is_no_dead_file(tmp_path: Path) -> None:
+    path = written(
+        {key: one for key, one in kohya_sdxl(te(2, 0)).items() if SDXL not in key}, tmp_path, "sdxl"
+    )
+    loads = loadable.require_loadable(path, target=path, format="peft")
+    assert "text encoder 1 of 1" in loads.in_words
+
+
+@pytest.mark.parametrize("layer", [0, 40])
+def test_the_functions_say_what_their_file_loads_into(layer: int, tmp_path: Path) -> None:
+    """The public functions, by the installed diffusers; a layer that SDXL's text encoder lacks is lost."""
+    path = written(kohya_sdxl(te(1, layer)), tmp_path, "sdxl")
+    plan = sigmascope.RankPlan(sigmascope.RankRules(sigmascope.FixedRank(2, 2)))
+    made = [
+        sigmascope.convert_lora(path, tmp_path / "peft.safetensors", "peft").loads,
+        sigmascope.resize_lora(path, tmp_path / "small.safetensors", plan).loads,
+        sigmascope.merge_lora_files([path, path], tmp_path / "both.safetensors").loads,
+    ]
+    for loads in made:
+        assert loads is not None
+        assert loads.installed.in_words == f"1 of 1 and text encoder {int(layer == 0)} of 1"
+
+
+def test_a_text_encoder_that_diffusers_cannot_read_is_told(tmp_path: Path) -> None:
+    """Its loader tells kohya's text encoders by their output projection, and refuses a file without any."""
+    only_queries = te(1, 0).replace("out_proj", "q_proj")
+    reading = reading_of_installed(written(kohya_sdxl(only_queries), tmp_path, "sdxl"))
+    assert "ValueError" in (reading.reason or "")
+    assert reading.in_words == "0 of 1 and text encoder 0 of 1"

@@ -216,6 +216,28 @@ class LoraFactors:
         return left, (left_core @ right_core.mT).mul(self.scale), right
 
 
+def singular_values_together(
+    grams: "Sequence[tuple[Float[Tensor, 'r r'], Float[Tensor, 'r r']]]",
+) -> "list[Float[Tensor, ' r'] | None]":
+    """What `LoraFactors.singular_values` gives for several pairs of factors of one rank at a scale of 1, in few operations.
+
+    Args:
+        grams: As `LoraFactors.grams` gives them, of factors no wider than the weight.
+
+    Returns:
+        The values of each; None where squaring would cost more than four digits, so that each must be asked by itself.
+    """
+    stacked = torch.stack([torch.stack(pair) for pair in grams])
+    lengths = stacked.diagonal(dim1=-2, dim2=-1).sqrt()
+    units = lengths.clamp(min=torch.finfo(lengths.dtype).tiny)
+    lower, failed = torch.linalg.cholesky_ex(stacked / (units.unsqueeze(-1) * units.unsqueeze(-2)))
+    pivots = lower.diagonal(dim1=-2, dim2=-1).amin(dim=-1)
+    is_exact = ((lengths.amin(dim=-1) > 0.0) & (failed == 0) & (pivots >= _SMALLEST_PIVOT)).all(dim=1).cpu()
+    triangles = lower.mT * lengths.unsqueeze(-2)
+    exact = iter(torch.linalg.svdvals((triangles[:, 0] @ triangles[:, 1].mT)[is_exact.to(stacked.device)]))
+    return [next(exact) if good else None for good in is_exact.tolist()]
+
+
 def _triangle(gram: Float[Tensor, "r r"]) -> Tensor | None:
     """R with RᵀR = `gram`; None where the columns, scaled to length 1, are too dependent for it to be accurate."""
     lengths = gram.diagonal().sqrt()

@@ -24,7 +24,7 @@ from sigmascope.lora.health import dead_modules, health_findings
 from sigmascope.lora.hosts import HostReading, readings_and_findings
 from sigmascope.lora.layer_names import block_position
 from sigmascope.lora.linalg import root_sum_square
-from sigmascope.lora.module_strength import ModuleStrength, measured_module
+from sigmascope.lora.module_strength import ModuleStrength, measured_modules
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import any_kind_in, open_lora
 from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, verdict_finding
@@ -192,7 +192,7 @@ def inspect_lora(
         several = _several(lora)
 
         def measured(first: str) -> list[ModuleStrength]:
-            return [measured_module(lora, name, full_spectrum=full_spectrum) for name in several[first]]
+            return measured_modules(lora, several[first], full_spectrum=full_spectrum)
 
         sizes = {first: max(lora.facts_of(name).parameters for name in several[first]) for first in several}
         for _, found in run_layers(sizes, measured):

@@ -4,7 +4,7 @@ Plain factors are measured from r×r matrices; other kinds of change are formed.
 (`TensorFacts`), which `sigmascope.lora.health` holds to those of its neighbours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod, sqrt
 from typing import Any, Final, Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import LoraFactors, singular_values_together
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import block_of_module
 from sigmascope.lora.linalg import (
@@ -27,9 +27,11 @@ from sigmascope.lora.linalg import (
     stable_rank,
 )
 
-__all__ = ["ModuleStrength", "TensorFacts", "measured_module", "stored_tensors"]
+__all__ = ["ModuleStrength", "TensorFacts", "measured_module", "measured_modules", "stored_tensors"]
 
 _MAX_SPECTRUM_RANK: Final = 512
+_LARGEST_STACKED: Final = 64
+"""Above this rank the singular values of one module cost more than the calls that find them."""
 _LEAST_HOLE_BYTES: Final = 256
 """A shorter run of zeros may be chance, or rounding of small numbers."""
 _LEAST_HOLE_ELEMENTS: Final = 64
@@ -139,6 +141,37 @@ class ModuleStrength:
         return torch.tensor(self.singular_values, dtype=torch.float64)
 
 
+_Grams = tuple[Tensor, Tensor]
+
+
+def measured_modules(
+    lora: LoraFile, names: Sequence[str], *, full_spectrum: bool = False
+) -> list[ModuleStrength]:
+    """Read and measure modules one by one, and find the spectra of small ranks together.
+
+    Args:
+        lora: The open file.
+        names: Of the modules.
+        full_spectrum: Also the singular values of a rank above 512.
+    """
+    waiting: dict[str, _Grams] = {}
+    measured = {name: _measured(lora, name, full_spectrum, waiting) for name in names}
+    by_rank: dict[int, list[str]] = {}
+    for name, grams in waiting.items():
+        by_rank.setdefault(len(grams[0]), []).append(name)
+    for of_one_rank in by_rank.values():
+        spectra = singular_values_together([waiting[name] for name in of_one_rank])
+        for name, values in zip(of_one_rank, spectra, strict=True):
+            if values is None:
+                measured[name] = measured_module(lora, name, full_spectrum=full_spectrum)
+            else:
+                scaled = (values * abs(measured[name].scale or 0.0)).tolist()
+                measured[name] = replace(
+                    measured[name], norm=root_sum_square(scaled), singular_values=tuple(scaled)
+                )
+    return [measured[name] for name in names]
+
+
 def measured_module(lora: LoraFile, name: str, *, full_spectrum: bool = False) -> ModuleStrength:
     """Read and measure one module.
 
@@ -147,12 +180,19 @@ def measured_module(lora: LoraFile, name: str, *, full_spectrum: bool = False) -
         name: Of the module.
         full_spectrum: Also the singular values of a rank above 512.
     """
+    return _measured(lora, name, full_spectrum, None)
+
+
+def _measured(
+    lora: LoraFile, name: str, full_spectrum: bool, waiting: dict[str, _Grams] | None
+) -> ModuleStrength:
+    """As `measured_module`; the Gram matrices of a small rank go to `waiting` instead of a spectrum, if there is one."""
     facts = lora.facts[name]
     module = ModuleStrength(name, facts.kind, facts.weight_shape, facts.rank, facts.parameters)
     try:
         change = lora.change(name)
         if isinstance(change, LoraFactors):
-            return _with_spectrum(module, change, full_spectrum)
+            return _with_spectrum(module, change, full_spectrum, waiting)
         module = replace(module, tensors=_facts_of(stored_tensors(change)))
         if getattr(change, "needs_base", False):
             return replace(module, problem="needs_base")
@@ -161,19 +201,24 @@ def measured_module(lora: LoraFile, name: str, *, full_spectrum: bool = False) -
         return replace(module, problem="not_finite")
 
 
-def _with_spectrum(module: ModuleStrength, factors: LoraFactors, full: bool) -> ModuleStrength:
+def _with_spectrum(
+    module: ModuleStrength, factors: LoraFactors, full: bool, waiting: dict[str, _Grams] | None
+) -> ModuleStrength:
     """Measure plain factors from r×r matrices. Above rank 512 the spectrum is slow, and left out unless `full`."""
     full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _MAX_SPECTRUM_RANK
     is_wide = factors.rank > max_rank(factors.weight_shape)  # the change is smaller than its Gram matrices
     grams = None if is_wide else factors.grams()
-    columns = (as_float64(factors.up), as_float64(factors.down).mT)
     lengths = (
-        [part.square().sum(dim=0) for part in columns]
+        [as_float64(part).square().sum(dim=0) for part in (factors.up, factors.down.mT)]
         if grams is None
         else [gram.diagonal() for gram in grams]
     )
-    values = factors.singular_values(grams).tolist() if full else []
-    if full:
+    waits = full and waiting is not None and grams is not None and factors.rank <= _LARGEST_STACKED
+    values = factors.singular_values(grams).tolist() if full and not waits else []
+    norm: float | None = None
+    if waits and waiting is not None and grams is not None:
+        waiting[module.name] = grams
+    elif full:
         norm = root_sum_square(values)
     elif grams is None:
         norm = float(torch.linalg.vector_norm(factors.delta(torch.float64)))
