@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from importlib import import_module
@@ -111,7 +112,9 @@ def test_where_nothing_is_left_to_train_dry_run_and_run_say_the_same(
     said = f"Nothing is left to train: 2 steps were trained before, and {limits}. {next_step}"
     planned = invoke(small_run, "--dry_run", **at_once, **keys).stdout.splitlines()
     ran = invoke(small_run, **at_once, **keys).stdout.splitlines()
-    assert (planned[2], ran) == (f"Steps   {said}", [said, f"Wrote {small_run.out / 'lora.safetensors'}"])
+    assert (planned[2], ran[:2]) == (f"Steps   {said}", [said, f"Wrote {small_run.out / 'lora.safetensors'}"])
+    (loads,) = ran[2:]
+    assert re.fullmatch(r"Loads: into an LBM here, (\d+) of \1 modules", loads)
 
 
 def test_a_rate_that_falls_to_the_last_step_goes_no_further(small_run: SmallRun) -> None:
