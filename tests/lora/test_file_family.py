@@ -3,8 +3,8 @@ import torch
 
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layer_names import NearestNames
 from sigmascope.lora.file_family import file_family
+from sigmascope.lora.layer_names import NearestNames
 
 
 def lora_of(*names: str, width: int = 4, header: dict[str, str] | None = None) -> LoraFile:
