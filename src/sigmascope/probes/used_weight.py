@@ -169,17 +169,24 @@ def _merged(layer: Any, adapter: str, used: Tensor, _stored: Tensor) -> Tensor:
         raise LookupError(
             f"a {type(layer).__name__} around a {type(base).__name__} is not merged to be looked at"
         )
-    held, around = copy(base), copy(layer)
-    parameters = {
-        name: own if own is None else nn.Parameter(own.detach().clone())
-        for name, own in base._parameters.items()
-    }
-    vars(held)["_parameters"] = parameters | {"weight": nn.Parameter(used.detach().clone())}
-    vars(around).update(_modules={**layer._modules, "base_layer": held}, merged_adapters=[])
+    held, around = _apart(base), copy(layer)
+    held._parameters["weight"] = nn.Parameter(used.detach().clone())
+    adapters = {name: _apart(own) for name, own in layer._modules.items() if name != "base_layer"}
+    vars(around).update(_modules={**adapters, "base_layer": held}, merged_adapters=[])
     around.merge(adapter_names=[adapter])
     if adapter not in around.merged_adapters:
         raise LookupError(f"a {type(layer).__name__} does not merge")
     return held.weight.detach()
+
+
+def _apart(module: Any) -> Any:
+    """A copy with parameters of its own: a merge may write into an adapter's too (MiSS in bfloat16 on a CPU does)."""
+    apart = copy(module)
+    vars(apart)["_parameters"] = {
+        name: own if own is None else nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
+        for name, own in module._parameters.items()
+    }
+    return apart
 
 
 _PLAIN_LAYERS: Final = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding})

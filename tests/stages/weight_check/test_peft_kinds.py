@@ -20,6 +20,7 @@ from peft import (
 )
 from torch import Tensor, nn
 
+from sigmascope.probes.used_weight import UsedWeights
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -129,3 +130,17 @@ def test_a_rotation_of_windows_has_a_reason() -> None:
     assert check["result"] == "unavailable"
     assert "windows" in check["unavailable"]["used_norm"]
     assert found["effective"] is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_asking_in_bfloat16_leaves_every_parameter_where_it_is(kind: str) -> None:
+    """PEFT's merges of some kinds put copies in the place of an adapter's tensors, on a CPU in bfloat16."""
+    model = nn.ModuleDict({"layer": nn.Linear(8, 12)}).to(torch.bfloat16)
+    inject_adapter_in_model(KINDS[kind](), model)
+    before = {name: (id(own), own.data_ptr(), own.detach().clone()) for name, own in model.named_parameters()}
+
+    UsedWeights(model).of("layer.weight")
+
+    for name, own in model.named_parameters():
+        assert (id(own), own.data_ptr()) == before[name][:2], name
+        assert torch.equal(own, before[name][2]), name
