@@ -164,7 +164,7 @@ def _merged(layer: Any, adapter: str, used: Tensor, _stored: Tensor) -> Tensor:
     Raises:
         LookupError: The weight is no plain one, or the layer does not merge.
     """
-    base = wrapped(layer)
+    base: Any = wrapped(layer)
     if type(base) not in _PLAIN_LAYERS or base.weight.shape != used.shape:
         raise LookupError(
             f"a {type(layer).__name__} around a {type(base).__name__} is not merged to be looked at"
@@ -176,7 +176,8 @@ def _merged(layer: Any, adapter: str, used: Tensor, _stored: Tensor) -> Tensor:
     around.merge(adapter_names=[adapter])
     if adapter not in around.merged_adapters:
         raise LookupError(f"a {type(layer).__name__} does not merge")
-    return held.weight.detach()
+    merged: Tensor = held.weight.detach()
+    return merged
 
 
 def _apart(module: Any) -> Any:

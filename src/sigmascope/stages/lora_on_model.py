@@ -9,7 +9,7 @@ and how every two of them overlap.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -50,7 +50,7 @@ from sigmascope.stages.schema import (
     SourceFacts,
     as_dict,
 )
-from sigmascope.stages.signed_patches import Content, contents_of, key_of, signed_patches
+from sigmascope.stages.signed_patches import Content, Contents, contents_of, key_of, signed_patches
 
 NOT_GIVEN = "no file was given"
 _LEAST_COSINE_OF_FUSED: Final = 0.5
@@ -487,9 +487,7 @@ def _strengths(same: Sequence[AppliedPatch]) -> list[float]:
     return [strength_of(patch) * scale_of_patch(patch) / scale for patch in same]
 
 
-def alike(
-    acting: _ByKey, contents: Mapping[Hashable, Content]
-) -> Iterator[tuple[str, list[AppliedPatch], bool]]:
+def alike(acting: _ByKey, contents: Contents) -> Iterator[tuple[str, list[AppliedPatch], bool]]:
     """Of each weight the changes that have the same contents (by `key_of`), and whether they sum to nothing."""
     for key, patches in acting.items():
         alike: dict[Content, list[AppliedPatch]] = {}

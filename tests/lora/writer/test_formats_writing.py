@@ -133,9 +133,20 @@ def test_keys_are_those_of_the_format(
 def test_other_parts_have_the_names_that_tools_expect(
     layer: str, layout: ModelLayout, names: dict[str, str], make_factors: MakeFactors, file: Path
 ) -> None:
+    taken = {"transformer.x_embedder"} if layout is FLUX else set()  # of T5 alone diffusers takes nothing
+    lora = LoraFile({name: make_factors((6, 5), 2) for name in {layer} | taken})
     for format, name in names.items():
-        save_lora(file, LoraFile({layer: make_factors((6, 5), 2)}), format=format, layout=layout)
-        assert list(load_lora(file).modules) == [name]
+        save_lora(file, lora, format=format, layout=layout)
+        written = load_lora(file).modules
+        assert name in written
+        assert len(written) == len(lora.modules)
+
+
+def test_a_file_for_t5_alone_is_not_written_for_diffusers(make_factors: MakeFactors, file: Path) -> None:
+    lora = LoraFile({"text_encoder_2.encoder.block.0.layer.0.SelfAttention.q": make_factors((6, 5), 2)})
+    with pytest.raises(LoraFormatError, match="diffusers would take none of its 1 module"):
+        save_lora(file, lora, format="peft", layout=FLUX)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])

@@ -56,15 +56,14 @@ def by_forward(layer: nn.Module, shape: torch.Size) -> Tensor:
         units = torch.eye(shape[1:].numel()).reshape(-1, *shape[1:])
         output: Tensor = layer(units) - layer(torch.zeros_like(units))
         if units.ndim > 2:
-            middle = (shape[-1] - 1) // 2
-            output = output[(..., *[middle] * (units.ndim - 2))]
+            output = output.flatten(2)[:, :, (output[0, 0].numel() - 1) // 2]
     return output.double().mT.reshape(shape)
 
 
 def found_of(model: Any, baseline: Any) -> dict[str, Any]:
     """The analysis, which leaves every tensor of the model where and as it is."""
     state = {name: (held.clone(), held.data_ptr()) for name, held in model.state_dict().items()}
-    found: dict[str, Any] = analyze_lora_application_results(baseline, model, None, model)
+    found = dict(analyze_lora_application_results(baseline, model, None, model))
     after = model.state_dict()
     assert all(torch.equal(after[n], old) and after[n].data_ptr() == at for n, (old, at) in state.items())
     return found
