@@ -1,0 +1,52 @@
+"""The instrument that hears how each node's execution went, and of what was given to it.
+
+ComfyUI's progress says nothing of a node that fails, or of the inputs that a node gets.
+"""
+
+import sys
+
+from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.sampling import SAMPLING, is_sampler, sampling_facts
+from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+
+
+class Execution(Instrument):
+    """Wraps `execution.execute` and `execution.get_output_data`."""
+
+    name = "execution"
+    gives = "errors of nodes, and samplers' settings"
+
+    def misfit(self) -> str | None:
+        """See `Instrument`."""
+        module = sys.modules.get("execution")
+        if module is None:
+            return "there is no module execution"
+        return misfit(module, "execute", ("current_item", "prompt_id"), asynchronous=True) or misfit(
+            module, "get_output_data", ("prompt_id", "unique_id", "input_data_all"), asynchronous=True
+        )
+
+    def put_on(self) -> None:
+        """See `Instrument`."""
+        module = sys.modules["execution"]
+        self.wraps.append(Wrap(module, "execute", self, after=self._executed))
+        self.wraps.append(Wrap(module, "get_output_data", self, before=self._begins))
+
+    def _executed(self, call: Call, _known: None, result: object, error: BaseException | None) -> None:
+        prompt = self.session.prompt_of(call.get("prompt_id"))
+        if prompt is None:
+            return
+        outcome = result[0] if isinstance(result, tuple) and result else None
+        raised = error or (result[2] if isinstance(result, tuple) and len(result) > 2 else None)
+        if error is not None or getattr(outcome, "name", None) == "FAILURE":
+            prompt.ended(call.get("current_item"), raised if isinstance(raised, BaseException) else None)
+
+    def _begins(self, call: Call) -> None:
+        prompt, inputs = self.session.prompt_of(call.get("prompt_id")), call.get("input_data_all")
+        node = None if prompt is None else prompt.nodes.get(call.get("unique_id"))
+        if prompt is not None and node is not None and isinstance(inputs, dict) and is_sampler(inputs):
+            node.is_sampler = True
+            node.facts[SAMPLING] = sampling_facts(inputs)
+            prompt.step_begins(node)
+
+
+INSTRUMENT = Execution

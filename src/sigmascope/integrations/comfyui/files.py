@@ -1,0 +1,86 @@
+"""The instrument that hears which model files are read, and names those that a node kept from before."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.recording import PromptRecording
+from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+
+FILES: Final = "files"
+"""The fact of a node's stage that lists them."""
+_SUFFIXES: Final = frozenset({".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf"})
+
+
+class Files(Instrument):
+    """Wraps `comfy.utils.load_torch_file`."""
+
+    name = "files"
+    gives = "which model files were read from disk, and how much of them"
+
+    def misfit(self) -> str | None:
+        """See `Instrument`."""
+        module = sys.modules.get("comfy.utils")
+        if module is None:
+            return "there is no module comfy.utils"
+        return misfit(module, "load_torch_file", ("ckpt",), asynchronous=False)
+
+    def put_on(self) -> None:
+        """See `Instrument`."""
+        module = sys.modules["comfy.utils"]
+        self.wraps.append(Wrap(module, "load_torch_file", self, before=_moment, after=self._read))
+
+    def _read(self, call: Call, began: float, _result: object, error: BaseException | None) -> None:
+        took = time.perf_counter() - began
+        prompt, node, path = self.session.prompt, self.node_here(), Path(str(call.get("ckpt")))
+        if prompt is None:
+            return
+        known = {
+            "file": path.name,
+            "from": "disk",
+            "bytes": _size(path),
+            "seconds": took,
+            "error": _name_of(error),
+        }
+        (prompt.facts if node is None else node.facts).setdefault(FILES, []).append(known)
+
+    def at_the_end(self, prompt: PromptRecording) -> None:
+        """Name the files that nodes of the graph stand for and that were not read: they were kept."""
+        read = {file["file"] for node in prompt.nodes.values() for file in node.facts.get(FILES, ())} | {
+            file["file"] for file in prompt.facts.get(FILES, ())
+        }
+        kept = [
+            {"file": Path(value).name, "from": "kept", "node": node_id}
+            for node_id, value in _named_files(prompt.graph)
+            if Path(value).name not in read and (node_id in prompt.cached or node_id in prompt.nodes)
+        ]
+        if kept:
+            prompt.facts["files_kept"] = kept
+
+
+def _moment(_call: Call) -> float:
+    return time.perf_counter()
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _name_of(error: BaseException | None) -> str | None:
+    return None if error is None else type(error).__name__
+
+
+def _named_files(graph: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for node_id, node in graph.items():
+        for value in (node.get("inputs") or {}).values():
+            if isinstance(value, str) and Path(value).suffix.lower() in _SUFFIXES:
+                yield str(node_id), value
+
+
+INSTRUMENT = Files

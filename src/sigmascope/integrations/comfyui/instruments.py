@@ -1,0 +1,135 @@
+"""The instruments that watch ComfyUI: one table, and how each is put on, tried out and taken off by itself.
+
+An instrument is a class in a file of its own, called `INSTRUMENT` there, and a line in `_FILES`. Where the host is not as
+it knows it, it stays off and says why; where it fails later, it takes itself off. Neither reaches a prompt.
+"""
+
+import logging
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypedDict
+
+from sigmascope.integrations.comfyui.wraps import Wrap
+from sigmascope.probes.reading import describe
+
+if TYPE_CHECKING:
+    from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
+    from sigmascope.integrations.comfyui.session import Session
+
+_log = logging.getLogger("sigmascope")
+_FILES: Final = ("prompts", "progress", "execution", "values", "files", "loading", "tiles", "lora")
+"""Modules of this folder, in the order in which their instruments are put on."""
+State = Literal["on", "off"]
+
+
+class InstrumentStatus(TypedDict):
+    """What `status` says of an instrument."""
+
+    name: str
+    gives: str
+    state: State
+    reason: str | None
+
+
+class Instrument:
+    """Something that watches ComfyUI by a few of its functions.
+
+    Attributes:
+        name: What it is called.
+        gives: Which figures are missing without it.
+        works: Whether it is on and has not failed.
+        reason: Why it is off.
+        calls: How often code of ours ran for it.
+        nanoseconds: What that took.
+    """
+
+    name: ClassVar[str]
+    gives: ClassVar[str]
+
+    def __init__(self, session: "Session") -> None:
+        self.session = session
+        self.works = False
+        self.reason: str | None = "it was not put on"
+        self.calls = 0
+        self.nanoseconds = 0
+        self.wraps: list[Wrap] = []
+
+    def misfit(self) -> str | None:
+        """Why the host is not as this knows it; None: it is. Nothing is changed."""
+        raise NotImplementedError
+
+    def put_on(self) -> None:
+        """Begin to watch."""
+        raise NotImplementedError
+
+    def fault(self) -> str | None:
+        """Why it does not work now that it is on; None: it does."""
+        off = [wrap.name for wrap in self.wraps if not wrap.is_on]
+        return f"{', '.join(off)} was not wrapped" if off else None
+
+    def start(self) -> None:
+        """Put it on if it fits, and try it out. Raises nothing."""
+        try:
+            reason = self.misfit()
+            if reason is None:
+                self.works, self.reason = True, None
+                self.put_on()
+                reason = self.fault()
+        except Exception as failure:  # noqa: BLE001 - whatever an instrument raises must not reach the host
+            reason = describe(failure)
+        if reason is not None:
+            self._stay_off(reason)
+
+    def stop(self, reason: str | None = "it was taken off") -> None:
+        """Take it off. Raises nothing."""
+        self.works, self.reason = False, reason
+        while self.wraps:
+            self.wraps.pop().take_off()
+
+    def at_the_end(self, prompt: "PromptRecording") -> None:
+        """Say of a prompt, which is over, what is only known now. On the host's thread."""
+
+    def node_here(self) -> "NodeWatch | None":
+        """The node that runs in this context; where ComfyUI does not say, the one that started last."""
+        prompt = self.session.prompt
+        if prompt is None:
+            return None
+        utils = sys.modules.get("comfy_execution.utils")
+        context = None if utils is None else utils.get_executing_context()
+        return prompt.node(None if context is None else context.node_id)
+
+    def took(self, nanoseconds: int) -> None:
+        """Know what a call of ours took."""
+        self.calls += 1
+        self.nanoseconds += nanoseconds
+
+    def failed(self, failure: Exception) -> None:
+        """Take it off, for good."""
+        self._stay_off(describe(failure))
+
+    def _stay_off(self, reason: str) -> None:
+        if self.reason is None or not self.wraps:
+            _log.warning("sigmascope: %s is off (%s); missing: %s", self.name, reason, self.gives)
+        self.stop(reason)
+
+    def status(self) -> InstrumentStatus:
+        """Its state, for people."""
+        return {
+            "name": self.name,
+            "gives": self.gives,
+            "state": "on" if self.works else "off",
+            "reason": self.reason,
+        }
+
+
+def all_instruments(session: "Session") -> list[Instrument]:
+    """One of each, none of them on. One whose file cannot be imported is left out, with a line in the log."""
+    made = []
+    for name in _FILES:
+        try:
+            kind = import_module(f"{__package__}.{name}").INSTRUMENT
+        except Exception as failure:  # noqa: BLE001 - one broken file takes none of the others with it
+            _log.warning("sigmascope: %s is off (%s)", name, describe(failure))
+        else:
+            made.append(kind(session))
+    return made

@@ -1,0 +1,77 @@
+"""The instrument that hears which models are put on a device for which node, and which had to leave for them."""
+
+import sys
+import time
+from typing import Any, Final
+
+from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+
+LOADS: Final = "loads"
+"""The fact of a node's stage that lists them."""
+
+
+class Loading(Instrument):
+    """Wraps `comfy.model_management.load_models_gpu`."""
+
+    name = "loading"
+    gives = "models moved to a device, kept there, partly loaded and evicted"
+
+    def misfit(self) -> str | None:
+        """See `Instrument`."""
+        module = sys.modules.get("comfy.model_management")
+        if module is None or not isinstance(getattr(module, "current_loaded_models", None), list):
+            return "comfy.model_management has no list current_loaded_models"
+        return misfit(module, "load_models_gpu", ("models",), asynchronous=False)
+
+    def put_on(self) -> None:
+        """See `Instrument`."""
+        module = sys.modules["comfy.model_management"]
+        self.wraps.append(Wrap(module, "load_models_gpu", self, before=self._before, after=self._after))
+
+    def _before(self, _call: Call) -> tuple[float, dict[int, str]]:
+        return time.perf_counter(), _on_devices()
+
+    def _after(self, call: Call, known: Any, _result: object, error: BaseException | None) -> None:
+        began, before = known
+        took = time.perf_counter() - began
+        node, prompt = self.node_here(), self.session.prompt
+        if node is None or prompt is None:
+            return
+        now = _on_devices()
+        wanted = [
+            {**_figures(patcher), "kept": id(getattr(patcher, "model", None)) in before}
+            for patcher in call.get("models") or ()
+        ]
+        evicted = [name for key, name in before.items() if key not in now]
+        node.add(
+            LOADS,
+            {"seconds": took, "models": wanted, "evicted": evicted, "error": error and type(error).__name__},
+        )
+        if node.is_sampler and node.seen_steps == 0:
+            prompt.step_begins(node)  # what loading took is not the first step's
+
+
+def _on_devices() -> dict[int, str]:
+    """The class of each model that ComfyUI holds on a device, by the model's identity."""
+    known = {}
+    for loaded in sys.modules["comfy.model_management"].current_loaded_models:
+        patcher = loaded.model
+        if patcher is not None:
+            known[id(patcher.model)] = type(patcher.model).__name__
+    return known
+
+
+def _figures(patcher: Any) -> dict[str, Any]:
+    """Of a model: its class, its bytes, how many of them are on its device, and which that is."""
+    whole, there = patcher.model_size(), patcher.loaded_size()
+    return {
+        "model": type(patcher.model).__name__,
+        "device": str(patcher.load_device),
+        "bytes": int(whole),
+        "loaded_bytes": int(there),
+        "whole": bool(there >= whole),
+    }
+
+
+INSTRUMENT = Loading

@@ -1,0 +1,155 @@
+"""The instrument that judges each LoRA of a prompt by the weights that were used with it.
+
+The loader's models before and after are remembered weakly. They are compared at the prompt's end, when the host has
+merged what it merges: by then the weights that the sampler used are there to be read.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
+from sigmascope.integrations.comfyui.sampling import first_of
+from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+from sigmascope.stages.lora_application import (
+    analyze_lora_application_results,
+    capture_lora_baseline,
+    in_short,
+)
+from sigmascope.units import counted
+
+LORA: Final = "lora"
+"""The fact of a node's stage: keys of the file and patches made of it, for each time."""
+VERDICTS: Final = "lora_verdicts"
+"""The fact of a node's stage: whether the LoRA did anything, and why not."""
+_NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at all"
+_GONE: Final = "the models were gone when the prompt ended"
+
+
+class _Application(NamedTuple):
+    node: NodeWatch
+    models: dict[str, Callable[[], Any]]
+    path: str | None
+    name: str
+
+
+class Lora(Instrument):
+    """Wraps `comfy.lora.load_lora` and `execution.get_output_data`."""
+
+    name = "lora"
+    gives = "LoRA keys and verdicts"
+
+    def misfit(self) -> str | None:
+        """See `Instrument`."""
+        lora, execution = sys.modules.get("comfy.lora"), sys.modules.get("execution")
+        if lora is None or execution is None:
+            return "there is no module comfy.lora or execution"
+        return misfit(lora, "load_lora", ("lora", "to_load"), asynchronous=False) or misfit(
+            execution, "get_output_data", ("prompt_id", "unique_id", "input_data_all"), asynchronous=True
+        )
+
+    def put_on(self) -> None:
+        """See `Instrument`."""
+        self._applied: list[_Application] = []
+        self.wraps.append(Wrap(sys.modules["comfy.lora"], "load_lora", self, after=self._loaded))
+        self.wraps.append(Wrap(sys.modules["execution"], "get_output_data", self, after=self._outputs))
+
+    def stop(self, reason: str | None = "it was taken off") -> None:
+        """See `Instrument`."""
+        self._applied = []
+        super().stop(reason)
+
+    def _loaded(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
+        node = self.node_here()
+        if node is not None and error is None:
+            node.add(LORA, {"keys": len(call.get("lora") or ()), "patches": len(result)})
+
+    def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
+        prompt = self.session.prompt_of(call.get("prompt_id"))
+        node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
+        inputs = call.get("input_data_all")
+        if node is None or error is not None or not isinstance(inputs, Mapping):
+            return
+        name = first_of(inputs.get("lora_name"))
+        if LORA not in node.facts and name is None:
+            return
+        kinds = getattr(call.get("obj"), "RETURN_TYPES", ())
+        outputs = {str(kind): first_of(values) for kind, values in zip(kinds, result[0] or (), strict=False)}
+        models = {
+            "unet before": first_of(inputs.get("model")),
+            "clip before": first_of(inputs.get("clip")),
+            "unet": outputs.get("MODEL"),
+            "clip": outputs.get("CLIP"),
+        }
+        kept = {what: weakref.ref(model) for what, model in models.items() if model is not None}
+        shown = name if isinstance(name, str) else "(unnamed)"
+        self._applied.append(_Application(node, kept, _path(name), shown))
+
+    def at_the_end(self, prompt: PromptRecording) -> None:
+        """Judge the LoRAs of the prompt's loader nodes."""
+        applied, self._applied = self._applied, []
+        for one in applied:
+            models = {what: reference() for what, reference in one.models.items()}
+            if any(model is None for model in models.values()):
+                verdict: dict[str, Any] = {"effective": None, "reason": _GONE}
+            elif not models.keys() & {"unet", "clip"}:
+                verdict = {"effective": None, "reason": _NO_MODEL}
+            else:
+                verdict, analysis = _judge(models, one.path)
+                own = one.node.facts.setdefault(one.node.class_type, {})
+                analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
+                own.update(analysis)
+            verdict["says"] = f"{one.name}: {_in_words(verdict)}"
+            one.node.add(VERDICTS, {"lora": one.name, **verdict})
+
+
+def _path(name: Any) -> str | None:
+    folders = sys.modules.get("folder_paths")
+    if folders is None or not isinstance(name, str):
+        return None
+    found = folders.get_full_path("loras", name)
+    return found if isinstance(found, str) else None
+
+
+def _judge(models: Mapping[str, Any], path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The verdict in short, and the analysis that it is taken from."""
+    keys: Literal["lora", "none"] = "lora" if path else "none"
+    baseline = capture_lora_baseline(models.get("unet before"), models.get("clip before"), path, keys=keys)
+    unet, clip = models.get("unet"), models.get("clip")
+    analysis = analyze_lora_application_results(baseline, unet, clip, (unet, clip))
+    there = analysis["applied_verdict"] or {}
+    verdict = {
+        "effective": analysis["effective"],
+        "reason": analysis["unavailable"].get("effective"),
+        "modules_used": there.get("modules_there"),
+        "modules": there.get("total_modules"),
+        "seconds": analysis["analysis_seconds"],
+        "why": next((finding["message"] for finding in _gravest(analysis)), None),
+    }
+    return verdict, in_short(analysis)
+
+
+def _gravest(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Findings that are no mere facts, the best reason first: one about all of the file before one about a part of it."""
+
+    def is_about_a_part(finding: Mapping[str, Any]) -> bool:
+        about, of = finding["evidence"].get("modules"), finding["evidence"].get("of")
+        return about is not None and of is not None and about < of
+
+    grave = [finding for finding in analysis["findings"] if finding["severity"] != "info"]
+    return sorted(grave, key=is_about_a_part) if analysis["effective"] is False else grave
+
+
+def _in_words(verdict: Mapping[str, Any]) -> str:
+    """Such as "16 of 17 modules used; 1 of 17 modules has a name that …"."""
+    if verdict["effective"] is None:
+        return f"unknown ({verdict['reason'] or 'nothing was read'})"
+    used, modules = verdict.get("modules_used"), verdict.get("modules")
+    does = "it acts" if verdict["effective"] else "it does nothing"
+    count = does if used is None or modules is None else f"{used} of {counted(modules, 'module')} used"
+    return f"{count}; {verdict['why']}" if verdict["why"] else count
+
+
+INSTRUMENT = Lora

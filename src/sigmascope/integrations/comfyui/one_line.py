@@ -1,0 +1,64 @@
+"""The line in ComfyUI's log that says what a prompt took, and what was odd about it."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from sigmascope.integrations.comfyui.recording import COMFYUI, NODE
+from sigmascope.plain_text import printable
+from sigmascope.records.run import Run, Stage
+from sigmascope.units import format_size, percent, seconds
+
+_LEAST_SHARE = 0.01
+
+
+def line_of(run: Run) -> str:
+    """Such as "12.4 s, 71 % KSampler, peak 9.8 GB in VAEDecode (tiled fallback), LoRA x: 0 of 264 modules used"."""
+    return printable(", ".join(_parts(run)))
+
+
+def _parts(run: Run) -> Iterator[str]:
+    facts, nodes = run.facts[COMFYUI], [stage for stage in run.walk() if NODE in stage.facts]
+    yield seconds(run.seconds)
+    own = Counter[str]()
+    for stage in nodes:
+        inside = sum(child.seconds for child in stage.children if NODE in child.facts)
+        own[stage.name] += max(0.0, stage.seconds - inside)  # type: ignore[assignment]
+    if own:
+        name, longest = own.most_common(1)[0]
+        if longest >= _LEAST_SHARE * run.seconds:
+            yield f"{percent(longest, run.seconds)} {name}"
+    states = Counter(node["state"] for node in facts["nodes"])
+    if states["cached"]:
+        yield f"{states['cached']} of {sum(states.values())} nodes cached"
+    if (peak := _peak(run, nodes)) is not None:
+        yield peak
+    for stage in nodes:
+        for tiles in stage.facts.get("tiled", ()):
+            if tiles["fallback"]:
+                yield f"{stage.name} fell back to tiles"
+                break
+    yield from (
+        f"LoRA {verdict['says']}" for stage in nodes for verdict in stage.facts.get("lora_verdicts", ())
+    )
+    if (odd := facts.get("first_odd_output")) is not None:
+        yield f"{odd['what']} first in {odd['class_type']} (node {odd['node']})"
+    if (stopped := facts.get("stopped_by")) is not None:
+        how = "interrupted" if stopped["how"] == "execution_interrupted" else "failed"
+        yield f"{how} in node {stopped['node']}"
+
+
+def _peak(run: Run, nodes: list[Stage]) -> str | None:
+    """The highest memory of the device in use, else of the process, and the node in which it was seen."""
+    whole = run.peak()
+    device = whole.busiest_device()
+    known = [
+        (
+            (stage.peak.rss_bytes if device is None else stage.peak.accelerator(device).allocated_bytes) or 0,
+            stage.name,
+        )
+        for stage in nodes
+        if stage.peak is not None and not any(NODE in child.facts for child in stage.children)
+    ]
+    if not known or (highest := max(known))[0] == 0:
+        return None
+    return f"peak {format_size(highest[0])}{' of RAM' if device is None else ''} in {highest[1]}"

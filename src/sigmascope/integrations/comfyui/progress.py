@@ -1,0 +1,102 @@
+"""The instrument that hears of each node's start and end and of each step, by a progress handler as ComfyUI has them."""
+
+import sys
+import time
+from typing import Any, Final
+
+from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+
+_MODULE: Final = "comfy_execution.progress"
+_NAME: Final = "sigmascope"
+_EVENTS: Final = ("start_handler", "update_handler", "finish_handler")
+
+
+class Progress(Instrument):
+    """Registers a handler with each `ProgressRegistry`, which is made anew for each prompt."""
+
+    name = "progress"
+    gives = "steps, and what each node took and used"
+
+    def misfit(self) -> str | None:
+        """See `Instrument`."""
+        module = sys.modules.get(_MODULE)
+        registry, handler = (getattr(module, name, None) for name in ("ProgressRegistry", "ProgressHandler"))
+        if registry is None or handler is None:
+            return f"{_MODULE} has no ProgressRegistry or no ProgressHandler"
+        reasons = [
+            misfit(registry, "__init__", ("prompt_id", "dynprompt")),
+            misfit(registry, "register_handler"),
+        ]
+        reasons += [misfit(handler, event, ("node_id", "prompt_id")) for event in _EVENTS]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def put_on(self) -> None:
+        """See `Instrument`."""
+        module = sys.modules[_MODULE]
+        self._handler = _handler_of(module.ProgressHandler, self)
+        self.wraps.append(Wrap(module.ProgressRegistry, "__init__", self, after=self._made))
+
+    def fault(self) -> str | None:
+        """A registry that nobody else sees tells our handler of a node."""
+        registry = sys.modules[_MODULE].ProgressRegistry("sigmascope", None)
+        handler = registry.handlers.get(_NAME)
+        if handler is not self._handler:
+            return "a new ProgressRegistry does not have our handler"
+        return super().fault()
+
+    def _made(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
+        if error is None:
+            registry = call.get("self")
+            registry.register_handler(self._handler)
+            if (prompt := self.session.prompt_of(registry.prompt_id)) is not None:
+                prompt.dynprompt = registry.dynprompt
+
+
+def _handler_of(kind: Any, instrument: Progress) -> Any:
+    """A handler of ComfyUI's class that tells the session, and raises nothing."""
+    session = instrument.session
+
+    class Handler(kind):  # type: ignore[misc]
+        """Tells of nodes and steps."""
+
+        def __init__(self) -> None:
+            super().__init__(_NAME)
+
+        def start_handler(self, node_id: str, state: object, prompt_id: str) -> None:
+            """A node starts."""
+            _guarded(lambda: (prompt := session.prompt_of(prompt_id)) and prompt.started(node_id))
+
+        def update_handler(
+            self,
+            node_id: str,
+            value: float,
+            max_value: float,
+            state: object,
+            prompt_id: str,
+            *_: object,
+            **__: object,
+        ) -> None:
+            """A node's bar moves."""
+            _guarded(
+                lambda: (prompt := session.prompt_of(prompt_id)) and prompt.ticked(node_id, value, max_value)
+            )
+
+        def finish_handler(self, node_id: str, state: object, prompt_id: str) -> None:
+            """A node ends well; told of cached nodes too, which never started."""
+            _guarded(lambda: (prompt := session.prompt_of(prompt_id)) and prompt.ended(node_id))
+
+    def _guarded(act: Any) -> None:
+        if not instrument.works:
+            return
+        began = time.perf_counter_ns()
+        try:
+            act()
+        except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host
+            instrument.failed(failure)
+        instrument.took(time.perf_counter_ns() - began)
+
+    return Handler()
+
+
+INSTRUMENT = Progress

@@ -1,0 +1,234 @@
+"""One prompt of ComfyUI while it runs: a stage for the prompt, and in it one for each node, on a `Recorder`.
+
+Nodes are told of by their ids. Several are open at once where one waits for a task of its own, or for the nodes that it
+expanded into; these lie inside it. A stage is opened in a context of its own, so that nothing of ours is current in the
+host's.
+"""
+
+import time
+from collections.abc import Mapping
+from contextvars import Context
+from dataclasses import asdict
+from typing import Any, Final, Literal
+
+from sigmascope.integrations.comfyui.sampling import SAMPLING, call_facts
+from sigmascope.monitor.recorder import LiveStage, Recorder, Step
+from sigmascope.records.prompts import PromptPrivacy, privacy_of, stored_prompts
+from sigmascope.records.run import Run
+
+COMFYUI: Final = "comfyui"
+"""The fact of a run that holds what ComfyUI's prompt was."""
+NODE: Final = "node"
+"""The fact of a stage that says which node it was."""
+NodeState = Literal["run", "cached", "error", "interrupted", "not run"]
+_TEXTS: Final = frozenset(
+    {"text", "prompt", "text_g", "text_l", "clip_l", "clip_g", "t5xxl", "positive_prompt", "negative_prompt"}
+)
+"""Inputs whose text is a prompt."""
+_NO_END: Final = "no end of the node was seen"
+
+
+class NodeWatch:
+    """One node of the prompt, from its first start to its end.
+
+    Attributes:
+        id: In the graph; a node that another expanded into has that one's id at its beginning.
+        class_type: As the graph has it.
+        state: What became of it.
+        ended_ns: When it ended; None: it has not.
+        facts: What instruments say of it, by the name of the fact.
+        is_sampler: Whether its steps are sampling steps.
+        seen_steps: Sampling steps that have ended.
+    """
+
+    def __init__(self, id: str, class_type: str, stage: LiveStage, context: Context) -> None:
+        self.id, self.class_type = id, class_type
+        self.stage, self.context = stage, context
+        self.state: NodeState = "run"
+        self.ended_ns: int | None = None
+        self.facts: dict[str, Any] = {}
+        self.is_sampler = False
+        self.seen_steps = 0
+        self.step: Step | None = None
+
+    def add(self, fact: str, value: Any) -> None:
+        """Add to the list that the fact is."""
+        self.facts.setdefault(fact, []).append(value)
+
+
+class PromptRecording:
+    """What is known so far of one prompt.
+
+    Args:
+        prompt_id: ComfyUI's.
+        graph: The prompt as it was posted: by node id, with `class_type` and `inputs`.
+        privacy: What is kept of texts.
+
+    Attributes:
+        dynprompt: ComfyUI's own view of the graph, with expanded nodes; None: not seen.
+        nodes: Those that ran, in the order of their starts.
+        facts: What instruments say of the prompt as a whole.
+    """
+
+    def __init__(self, prompt_id: str, graph: Mapping[str, Any], privacy: PromptPrivacy = "full") -> None:
+        self.prompt_id, self.graph, self.privacy = prompt_id, graph, privacy
+        self.dynprompt: Any = None
+        self.nodes: dict[str, NodeWatch] = {}
+        self.facts: dict[str, Any] = {}
+        self.cached: frozenset[str] = frozenset()
+        self.recorder = Recorder(
+            f"ComfyUI {prompt_id[:8]}",
+            keeps_words=privacy_of(privacy).keeps_words,
+            clock=time.perf_counter_ns,
+        )
+        self._context = Context()
+        self._context.run(self.recorder.__enter__)
+        self._stage = self.recorder.stage("generation")
+        self._context.run(self._stage.__enter__)
+        self._last: NodeWatch | None = None
+
+    def info(self, node_id: str) -> Mapping[str, Any]:
+        """What the graph says of a node, expanded ones included; empty: nothing."""
+        known = self.graph.get(node_id)
+        if known is None and self.dynprompt is not None and self.dynprompt.has_node(node_id):
+            known = self.dynprompt.get_node(node_id)
+        return known if isinstance(known, Mapping) else {}
+
+    def node(self, node_id: str | None) -> NodeWatch | None:
+        """The node that runs under this id; of None the one that started last and is open."""
+        if node_id is not None:
+            return self.nodes.get(node_id)
+        return next((node for node in reversed(self.nodes.values()) if node.ended_ns is None), None)
+
+    def started(self, node_id: str) -> None:
+        """A node begins. A second time: its first start only asked which inputs it needs, and is no part of it."""
+        before = self.nodes.pop(node_id, None)
+        if before is not None:
+            self._close(before, None)
+            before.stage.dissolve()
+        info = self.info(node_id)
+        class_type = str(info.get("class_type", "unknown"))
+        parent_id = None if self.dynprompt is None else self.dynprompt.get_parent_node_id(node_id)
+        parent = None if parent_id is None else self.nodes.get(parent_id)
+        context = (self._context if parent is None else parent.context).copy()
+        node = NodeWatch(node_id, class_type, self.recorder.stage(class_type), context)
+        title = (info.get("_meta") or {}).get("title") if isinstance(info.get("_meta"), Mapping) else None
+        node.facts[NODE] = {"id": node_id, "class_type": class_type, "title": title, "parent": parent_id}
+        self.nodes[node_id] = node
+        context.run(node.stage.__enter__)
+        self.step_begins(node)
+
+    def step_begins(self, node: NodeWatch) -> None:
+        """From now on time counts for the node's next step; one that had begun is not counted."""
+        if node.ended_ns is None:
+            self._drop_step(node)
+            node.step = self.recorder.step()
+            node.context.run(node.step.__enter__)
+
+    def ticked(self, node_id: str, value: float, maximum: float) -> None:
+        """A node's own bar moved: a sampling step has ended, or something else of which only the count is kept."""
+        node = self.nodes.get(node_id)
+        if node is None or node.ended_ns is not None:
+            return
+        if not node.is_sampler:
+            node.facts["progress"] = {"done": value, "of": maximum}
+            return
+        if node.step is not None:
+            step, node.step = node.step, None
+            node.context.run(step.__exit__, None, None, None)
+            node.seen_steps += 1
+        if value < maximum:
+            self.step_begins(node)
+
+    def ended(self, node_id: str, error: BaseException | None = None) -> None:
+        """A node has ended, well or by what it raised. Again does nothing."""
+        node = self.nodes.get(node_id)
+        if node is not None and node.ended_ns is None:
+            if error is not None:
+                interrupted = type(error).__name__ == "InterruptProcessingException"
+                node.state = "interrupted" if interrupted else "error"
+            self._close(node, error)
+
+    def _drop_step(self, node: NodeWatch) -> None:
+        if node.step is not None:
+            node.context.run(node.step.drop)
+            node.step = None
+
+    def _close(self, node: NodeWatch, error: BaseException | None) -> None:
+        self._drop_step(node)
+        node.ended_ns = self.recorder.clock()
+        trace = None if error is None else error.__traceback__
+        node.context.run(node.stage.__exit__, None if error is None else type(error), error, trace)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The prompt is over."""
+        for node in self.nodes.values():
+            if node.ended_ns is None:
+                node.stage.missing("end", _NO_END)
+                self._close(node, None)
+        failed = error or next((node for node in self.nodes.values() if node.state == "error"), None)
+        kind = type(error) if isinstance(error, BaseException) else None
+        self._context.run(self._stage.__exit__, kind, error, None)
+        self._context.run(self.recorder.__exit__, kind, error, None)
+        self.facts["success"] = failed is None and all(node.state == "run" for node in self.nodes.values())
+
+    def seconds_of_no_node(self) -> float:
+        """What of the prompt passed while no node was open: queue of the graph, caches, and this watch itself."""
+        whole = self._stage.record().seconds
+        covered, until = 0, 0
+        for node in sorted(self.nodes.values(), key=lambda node: node.stage.started_ns):
+            ended_ns = node.ended_ns or node.stage.started_ns
+            covered += max(0, ended_ns - max(until, node.stage.started_ns))
+            until = max(until, ended_ns)
+        return max(0.0, whole - covered / 1e9)
+
+    def table(self) -> list[dict[str, Any]]:
+        """Every node of the graph, and those expanded, with what became of it, in the order of their starts."""
+        ran = [
+            {**node.facts[NODE], "state": node.state, "seconds": node.stage.record().seconds}
+            for node in self.nodes.values()
+        ]
+        others = [
+            {
+                "id": node_id,
+                "class_type": str(self.info(node_id).get("class_type", "unknown")),
+                "title": None,
+                "parent": None,
+                "state": "cached" if node_id in self.cached else "not run",
+                "seconds": None,
+            }
+            for node_id in self.graph
+            if node_id not in self.nodes
+        ]
+        return ran + others
+
+    def texts(self) -> dict[str, str]:
+        """The prompts in the graph, by node and input."""
+        return {
+            f"{node_id} {name}": value
+            for node_id in self.graph
+            for name, value in (self.info(node_id).get("inputs") or {}).items()
+            if name in _TEXTS and isinstance(value, str)
+        }
+
+    def run(self) -> Run:
+        """The record, with the facts that instruments gave."""
+        for node in self.nodes.values():
+            for name, value in node.facts.items():
+                node.stage.fact(name, value)
+        samplers = [node.facts[SAMPLING] for node in self.nodes.values() if SAMPLING in node.facts]
+        if samplers:
+            self._stage.fact("call", asdict(call_facts(samplers[0])))
+        kept = stored_prompts(self.texts(), self.privacy)
+        if kept:
+            self._stage.fact("prompts", {name: asdict(prompt) for name, prompt in kept.items()})
+        self.recorder.fact(
+            COMFYUI,
+            {
+                "prompt_id": self.prompt_id,
+                "nodes": self.table(),
+                "seconds_of_no_node": self.seconds_of_no_node(),
+                **self.facts,
+            },
+        )
+        return self.recorder.run()

@@ -1,0 +1,70 @@
+"""What a sampling node was told: sampler, scheduler, steps, cfg, seed, denoise and the latent's size.
+
+Read from the values that ComfyUI hands to the node, so that it is known of linked ones too. No tensor's values are read.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sigmascope.probes.tensors import as_tensor
+from sigmascope.records.run import CallFacts
+
+SAMPLING: Final = "sampling"
+"""The fact of a node's stage that holds this."""
+_NOT_SET: Final = "the node has no such setting"
+
+
+def is_sampler(inputs: Mapping[str, Any]) -> bool:
+    """Whether a node with these inputs denoises a latent."""
+    latent = {"latent_image", "samples", "latent"} & inputs.keys()
+    return bool(latent) and not inputs.keys().isdisjoint({"sampler_name", "sigmas", "sampler"})
+
+
+def first_of(value: Any) -> Any:
+    """ComfyUI hands over lists, one entry for each item of a batch of inputs: the first."""
+    return value[0] if isinstance(value, list) and value else None
+
+
+def sampling_facts(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts, as JSON values; None: with the reason in `unavailable`.
+
+    Args:
+        inputs: By name, as ComfyUI hands them over.
+    """
+    first = {name: first_of(value) for name, value in inputs.items()}
+    sigmas, guider = as_tensor(first.get("sigmas")), first.get("guider")
+    noise = first.get("noise")
+    latent = next((first[name] for name in ("latent_image", "samples", "latent") if name in first), None)
+    samples = as_tensor(latent.get("samples")) if isinstance(latent, Mapping) else None
+    sampler = getattr(first.get("sampler"), "sampler_function", None)
+    facts: dict[str, Any] = {
+        "sampler": first.get("sampler_name") or _sampler_name(sampler),
+        "scheduler": first.get("scheduler"),
+        "steps": first.get("steps") if sigmas is None else max(0, sigmas.shape[-1] - 1),
+        "cfg": first.get("cfg", getattr(guider, "cfg", None)),
+        "seed": first.get("seed", first.get("noise_seed", getattr(noise, "seed", None))),
+        "denoise": first.get("denoise"),
+        "latent": None if samples is None else list(samples.shape),
+    }
+    start, end = first.get("start_at_step"), first.get("end_at_step")
+    if start is not None or end is not None:
+        facts["from_step"], facts["to_step"] = start, end
+    facts["unavailable"] = {name: _NOT_SET for name, value in facts.items() if value is None}
+    return facts
+
+
+def _sampler_name(function: object) -> str | None:
+    name = getattr(function, "__name__", None)
+    return name.removeprefix("sample_") if isinstance(name, str) else None
+
+
+def call_facts(sampling: Mapping[str, Any]) -> CallFacts:
+    """The same as every record has it, for what reads a generation."""
+    latent = sampling.get("latent") or [None]
+    steps, cfg, seed = sampling.get("steps"), sampling.get("cfg"), sampling.get("seed")
+    return CallFacts(
+        num_inference_steps=steps if isinstance(steps, int) else None,
+        guidance_scale=float(cfg) if isinstance(cfg, int | float) else None,
+        batch_size=latent[0],
+        seed=seed if isinstance(seed, int) else None,
+    )

@@ -1,0 +1,232 @@
+"""The watch of one ComfyUI process: its instruments, the prompt that runs, and the records of the last ones.
+
+`start` puts the instruments on, once ComfyUI's own modules are there; `stop` takes them off. A prompt's record is made on
+the host's thread, which alone may ask a device. Finding out what is to be said of it, writing and the log line happen on
+a thread of our own, so that the next prompt need not wait.
+"""
+
+import atexit
+import logging
+import os
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+from sigmascope.__about__ import __version__
+from sigmascope.integrations.comfyui.instruments import Instrument, InstrumentStatus, all_instruments
+from sigmascope.integrations.comfyui.one_line import line_of
+from sigmascope.integrations.comfyui.recording import COMFYUI, PromptRecording
+from sigmascope.integrations.comfyui.what_changed import Earlier
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.recorder import with_findings
+from sigmascope.probes.reading import describe
+from sigmascope.records.prompts import PromptPrivacy, privacy_of
+from sigmascope.records.run import Run
+from sigmascope.threads import own_thread
+
+_log = logging.getLogger("sigmascope")
+SWITCH: Final = "SIGMASCOPE"
+"""The environment variable that is "0" where nothing is to be watched."""
+FOLDER: Final = "SIGMASCOPE_COMFYUI_RECORDS"
+"""The environment variable that names a folder for records; else they lie in ComfyUI's user folder."""
+KEPT: Final = 50
+"""So many records of prompts stay, the last ones."""
+_PATTERN: Final = "sigmascope-prompt-*.json"
+_LAST_IN_MEMORY: Final = 20
+_LONGEST_WAIT_SECONDS: Final = 10.0
+
+
+class Status(TypedDict):
+    """What a session says of itself."""
+
+    sigmascope: str
+    comfyui: str | None
+    records: str | None
+    instruments: list[InstrumentStatus]
+
+
+class Session:
+    """Watches every prompt of this process.
+
+    Args:
+        folder: For the records; None: they are not written.
+        privacy: What is kept of prompts.
+
+    Attributes:
+        instruments: All of them, on or off.
+        last: The last records, the newest at the end.
+    """
+
+    def __init__(self, folder: Path | None, privacy: PromptPrivacy = "full") -> None:
+        self.folder = folder
+        self.privacy: PromptPrivacy = privacy_of(privacy).name
+        self.last: deque[Run] = deque(maxlen=_LAST_IN_MEMORY)
+        self._guard = Guard(keeps_words=privacy_of(privacy).keeps_words)
+        self._prompt: PromptRecording | None = None
+        self._earlier = Earlier()
+        self._work: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._costs: dict[str, tuple[int, int]] = {}
+        self.instruments: list[Instrument] = all_instruments(self)
+
+    def start(self) -> None:
+        """Put on all instruments that fit. Raises nothing."""
+        for instrument in self.instruments:
+            instrument.start()
+        on = sum(instrument.works for instrument in self.instruments)
+        _log.info(
+            "sigmascope %s: watching prompts (%d of %d instruments)", __version__, on, len(self.instruments)
+        )
+
+    def stop(self) -> None:
+        """Take all of them off, and finish what is to be written."""
+        for instrument in reversed(self.instruments):
+            instrument.stop()
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            self._work.put(None)
+            thread.join(_LONGEST_WAIT_SECONDS)
+        self._thread = None
+
+    def prompt_of(self, prompt_id: object) -> PromptRecording | None:
+        """The prompt that runs, if it is this one."""
+        prompt = self._prompt
+        return prompt if prompt is not None and prompt.prompt_id == prompt_id else None
+
+    @property
+    def prompt(self) -> PromptRecording | None:
+        """The prompt that runs; None: none does."""
+        return self._prompt
+
+    def begin(self, prompt_id: str, graph: Any) -> None:
+        """A prompt begins."""
+        self._prompt = PromptRecording(prompt_id, graph if isinstance(graph, Mapping) else {}, self.privacy)
+        self._costs = {one.name: (one.calls, one.nanoseconds) for one in self.instruments}
+
+    def end(self, prompt_id: str, messages: Iterable[Any], error: BaseException | None) -> None:
+        """A prompt is over.
+
+        Args:
+            prompt_id: ComfyUI's.
+            messages: ComfyUI's status messages of it, each a name and a dict.
+            error: What came out of ComfyUI itself, if anything did.
+        """
+        prompt, self._prompt = self.prompt_of(prompt_id), None
+        if prompt is None:
+            return
+        for name, values in messages:
+            if name == "execution_cached":
+                prompt.cached = frozenset(map(str, values.get("nodes", ())))
+            elif name in ("execution_error", "execution_interrupted"):
+                prompt.facts["stopped_by"] = {"node": values.get("node_id"), "how": name}
+        prompt.end(error)
+        for instrument in self.instruments:
+            self._guard.read(instrument.name, lambda instrument=instrument: instrument.at_the_end(prompt))  # type: ignore[misc]
+        self._earlier.compare(prompt)
+        prompt.facts["version"] = version()
+        prompt.facts["watch"] = self._own_cost()
+        prompt.facts["instruments_off"] = {
+            one.name: one.reason for one in self.instruments if not one.works and one.reason is not None
+        }
+        self._hand_over(prompt.run())
+
+    def _own_cost(self) -> dict[str, Any]:
+        costs = {}
+        for one in self.instruments:
+            calls, nanoseconds = self._costs.get(one.name, (0, 0))
+            costs[one.name] = {"calls": one.calls - calls, "seconds": (one.nanoseconds - nanoseconds) / 1e9}
+        return costs
+
+    def _hand_over(self, run: Run) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = own_thread("prompts", self._keep_all)
+            self._thread.start()
+        self._work.put(run)
+
+    def _keep_all(self) -> None:
+        while (run := self._work.get()) is not None:
+            try:
+                self._keep(run)
+            except Exception as failure:  # noqa: BLE001 - the next record is to be written all the same
+                _log.warning("sigmascope: a record was lost (%s)", describe(failure))
+
+    def _keep(self, run: Run) -> None:
+        run = with_findings(run, self._guard)
+        self.last.append(run)
+        _log.info("sigmascope: %s", line_of(run))
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            started = datetime.fromisoformat(run.started_at).strftime("%Y%m%d-%H%M%S-%f")
+            run.save(self.folder / f"sigmascope-prompt-{started}-{run.facts[COMFYUI]['prompt_id'][:8]}.json")
+            with suppress(OSError):
+                for old in sorted(self.folder.glob(_PATTERN))[:-KEPT]:
+                    old.unlink()
+
+    def status(self) -> Status:
+        """What is on, what is off and why."""
+        return {
+            "sigmascope": __version__,
+            "comfyui": version(),
+            "records": None if self.folder is None else str(self.folder),
+            "instruments": [instrument.status() for instrument in self.instruments],
+        }
+
+
+def version() -> str | None:
+    """ComfyUI's own, where it is running."""
+    found = getattr(sys.modules.get("comfyui_version"), "__version__", None)
+    return found if isinstance(found, str) else None
+
+
+_session: Session | None = None
+
+
+def start() -> Session | None:
+    """Watch this process's prompts; a second time nothing. Raises nothing.
+
+    Returns:
+        The session; None: `SIGMASCOPE=0` switches it off, or it could not begin.
+    """
+    global _session
+    if os.environ.get(SWITCH) == "0":
+        return None
+    if _session is None:
+        try:
+            privacy = privacy_of(os.environ.get("SIGMASCOPE_PROMPTS") or "full").name
+            session = Session(records_folder(), privacy)
+            session.start()
+        except Exception as failure:  # noqa: BLE001 - ComfyUI goes on unwatched
+            _log.warning("sigmascope: prompts are not watched (%s)", describe(failure))
+            return None
+        _session = session
+        atexit.register(stop)
+    return _session
+
+
+def stop() -> None:
+    """End the watch that `start` began."""
+    global _session
+    session, _session = _session, None
+    if session is not None:
+        session.stop()
+        atexit.unregister(stop)
+
+
+def current() -> Session | None:
+    """The session of this process; None: there is none."""
+    return _session
+
+
+def records_folder() -> Path | None:
+    """Where records of prompts go; None: ComfyUI does not say where its user's files lie."""
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(named)
+    folders = sys.modules.get("folder_paths")
+    return None if folders is None else Path(folders.get_user_directory()) / "sigmascope"

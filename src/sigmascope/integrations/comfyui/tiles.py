@@ -1,0 +1,68 @@
+"""The instrument that hears when a VAE works in tiles, and whether the node asked for that or memory ran out."""
+
+import inspect
+import sys
+import threading
+from typing import Any, Final
+
+from sigmascope.integrations.comfyui.findings import tell
+from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
+
+TILED: Final = "tiled"
+"""The fact of a node's stage that lists each time."""
+_ASKED: Final = ("decode_tiled", "encode_tiled")
+_TILED: Final = (
+    "decode_tiled_",
+    "decode_tiled_1d",
+    "decode_tiled_3d",
+    "encode_tiled_",
+    "encode_tiled_1d",
+    "encode_tiled_3d",
+    "_decode_tiled_owned",
+    "_encode_tiled_owned",
+)
+
+
+class Tiles(Instrument):
+    """Wraps the methods of `comfy.sd.VAE` that work in tiles, of which a version has some."""
+
+    name = "tiles"
+    gives = "that a VAE fell back to tiles"
+
+    def misfit(self) -> str | None:
+        """See `Instrument`."""
+        vae = getattr(sys.modules.get("comfy.sd"), "VAE", None)
+        if vae is None:
+            return "there is no comfy.sd.VAE"
+        gone = [
+            name for name in (*_ASKED, "decode_tiled_", "encode_tiled_") if not callable(vars(vae).get(name))
+        ]
+        return f"comfy.sd.VAE has no {', '.join(gone)}" if gone else None
+
+    def put_on(self) -> None:
+        """See `Instrument`."""
+        vae, self._asked = sys.modules["comfy.sd"].VAE, threading.local()
+        for name in _ASKED:
+            self.wraps.append(Wrap(vae, name, self, before=self._asks, after=self._asked_for))
+        for name in _TILED:
+            if inspect.isfunction(vars(vae).get(name)):
+                self.wraps.append(Wrap(vae, name, self, before=lambda _call, name=name: self._works(name)))
+
+    def _asks(self, _call: Call) -> None:
+        self._asked.depth = getattr(self._asked, "depth", 0) + 1
+
+    def _asked_for(self, _call: Call, _known: Any, _result: object, _error: BaseException | None) -> None:
+        self._asked.depth -= 1
+
+    def _works(self, method: str) -> None:
+        node = self.node_here()
+        if node is None:
+            return
+        fallback = getattr(self._asked, "depth", 0) == 0
+        if fallback and not any(tiles["fallback"] for tiles in node.facts.get(TILED, ())):
+            tell(node, "comfyui.tiled_fallback")
+        node.add(TILED, {"method": method, "fallback": fallback})
+
+
+INSTRUMENT = Tiles

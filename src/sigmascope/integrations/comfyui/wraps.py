@@ -1,0 +1,179 @@
+"""Functions of the host, wrapped so that they can be watched, and given back as they were.
+
+`Wrap` puts a wrapper in the place of a module's function or a class's method. All arguments pass through as they are
+given, so that a version with more of them is called as before. What is raised passes too. What our own part raises does
+not: it switches the instrument off, and the host's function goes on alone.
+"""
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from sigmascope.integrations.imports import without_this_frame
+
+_OURS: Final = "__sigmascope_wrap__"
+"""The attribute of a wrapper of ours that holds its `Wrap`."""
+
+
+class Part(Protocol):
+    """What an instrument gives a wrap: it counts our own time, and hears of our own failures."""
+
+    works: bool
+
+    def took(self, nanoseconds: int) -> None:
+        """Know what a call of ours took."""
+
+    def failed(self, failure: Exception) -> None:
+        """Switch off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a function of the host."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    parameters: tuple[str, ...]
+
+    def get(self, name: str) -> Any:
+        """An argument by its name; None: it was not given, or the function knows no such parameter."""
+        if name in self.named:
+            return self.named[name]
+        at = self.parameters.index(name) if name in self.parameters else len(self.arguments)
+        return self.arguments[at] if at < len(self.arguments) else None
+
+
+Before = Callable[[Call], Any]
+"""Called first. What it returns is handed to `After`."""
+After = Callable[[Call, Any, Any, BaseException | None], None]
+"""Called last, with the call, what `Before` gave, the result (None where there is none) and what was raised."""
+
+
+class Wrap:
+    """A wrapper around an attribute of a module or a class, for as long as it is on.
+
+    Args:
+        owner: The module or class.
+        name: The function's name in it.
+        part: The instrument that wants it.
+        before: Called before each call, on the host's thread.
+        after: Called after it.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        part: Part,
+        *,
+        before: Before | None = None,
+        after: After | None = None,
+    ) -> None:
+        self.owner, self.name, self.part = owner, name, part
+        self._before, self._after = before, after
+        self.original = vars(owner)[name]
+        self._parameters = tuple(inspect.signature(self.original).parameters)
+        wrapper = self._asynchronous() if inspect.iscoroutinefunction(self.original) else self._synchronous()
+        setattr(wrapper, _OURS, self)
+        self._wrapper: Any = wrapper
+        setattr(owner, name, wrapper)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the host finds our wrapper, or one that was put around it later."""
+        found = vars(self.owner).get(self.name)
+        while found is not None and found is not self._wrapper:
+            found = getattr(found, "__wrapped__", None)
+        return found is not None
+
+    def take_off(self) -> None:
+        """Give the function back. Where another wrapper lies around ours, ours stays and only passes on."""
+        self._before = self._after = None
+        if vars(self.owner).get(self.name) is self._wrapper:
+            setattr(self.owner, self.name, self.original)
+
+    def _begin(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call | None, Any]:
+        if not self.part.works or (self._before is None and self._after is None):
+            return None, None
+        began, known = time.perf_counter_ns(), None
+        call = Call(arguments, named, self._parameters)
+        try:
+            if self._before is not None:
+                known = self._before(call)
+        except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host
+            self.part.failed(failure)
+            return None, None
+        self.part.took(time.perf_counter_ns() - began)
+        return call, known
+
+    def _end(self, call: Call | None, known: Any, result: Any, error: BaseException | None) -> None:
+        after = self._after
+        if call is None or after is None or not self.part.works:
+            return
+        began = time.perf_counter_ns()
+        try:
+            after(call, known, result, error)
+        except Exception as failure:  # noqa: BLE001 - as above
+            self.part.failed(failure)
+        self.part.took(time.perf_counter_ns() - began)
+
+    def _synchronous(self) -> Callable[..., Any]:
+        original = self.original
+
+        @functools.wraps(original)
+        def wrapper(*arguments: Any, **named: Any) -> Any:
+            call, known = self._begin(arguments, named)
+            try:
+                result = original(*arguments, **named)
+            except BaseException as error:
+                without_this_frame(error)
+                self._end(call, known, None, error)
+                raise
+            self._end(call, known, result, None)
+            return result
+
+        return wrapper
+
+    def _asynchronous(self) -> Callable[..., Any]:
+        original = self.original
+
+        @functools.wraps(original)
+        async def wrapper(*arguments: Any, **named: Any) -> Any:
+            call, known = self._begin(arguments, named)
+            try:
+                result = await original(*arguments, **named)
+            except BaseException as error:
+                without_this_frame(error)
+                self._end(call, known, None, error)
+                raise
+            self._end(call, known, result, None)
+            return result
+
+        return wrapper
+
+
+def misfit(
+    owner: Any, name: str, parameters: Sequence[str] = (), *, asynchronous: bool | None = None
+) -> str | None:
+    """Why a function of the host is not as an instrument knows it; None: it is.
+
+    Args:
+        owner: The module or class.
+        name: The function's name.
+        parameters: Those that it must have.
+        asynchronous: Whether it must be awaited; None: either.
+    """
+    where = f"{owner.__name__}.{name}"
+    found = vars(owner).get(name)
+    if not callable(found):
+        return f"there is no function {where}"
+    known = inspect.signature(found).parameters
+    missing = [parameter for parameter in parameters if parameter not in known]
+    if missing:
+        return f"{where} has no parameter {', '.join(missing)}"
+    if asynchronous is not None and inspect.iscoroutinefunction(found) is not asynchronous:
+        return f"{where} is {'not ' if asynchronous else ''}asynchronous"
+    return None
