@@ -52,6 +52,9 @@ app = typer.Typer(
             "watch": OnDemand(
                 "sigmascope.cli.start", "Run a script unchanged and see where its time and memory go."
             ),
+            "comfyui": OnDemand(
+                "sigmascope.cli.comfyui", "Record every prompt of a ComfyUI, with no node placed."
+            ),
             "doctor": OnDemand(
                 "sigmascope.cli.start",
                 "Examine this machine: versions, devices, optional packages, and what can be measured.",

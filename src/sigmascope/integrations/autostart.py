@@ -9,7 +9,7 @@ the standard library.
 import atexit
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from sigmascope.integrations.imports import FINDER
@@ -20,6 +20,8 @@ STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor", _WATCH})
 """Pipelines come from the first; code that names its own stages imports the second, and code with a watch the third."""
 _LOOPS_START_WITH: Final = "torch"
 """All that a loop of one's own needs: a program that was launched to be watched is watched from there."""
+_COMFYUI: Final = "execution"
+"""ComfyUI's module whose import brings all that the watch of its prompts needs."""
 _SPAWNED: Final = "--multiprocessing-fork"
 """The last word of the command line with which multiprocessing starts a child that it does not fork."""
 
@@ -59,6 +61,9 @@ class WatchedProcess:
         """Wait for the import. Python calls the functions of `atexit` in reverse: ours is the last."""
         atexit.register(self._end)
         try:
+            if is_comfyui(sys.orig_argv):
+                self._end_waiting.append(FINDER.wait(_COMFYUI, self._begin_comfyui))
+                return
             FINDER.time_imports()
             for name in self._starts_with:
                 begin = self._begin_with_loops if name == _LOOPS_START_WITH else self._begin
@@ -100,6 +105,17 @@ class WatchedProcess:
         except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
             _say_unwatched(failure)
 
+    def _begin_comfyui(self) -> None:
+        """Watch ComfyUI's prompts: each becomes a record of its own, and the process has none."""
+        self._wait_no_more()
+        self._has_begun = True
+        try:
+            from sigmascope.integrations.comfyui.session import begin_in_process
+
+            self._end_recording = begin_in_process(self.settings, self._folder, say)
+        except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
+            _say_unwatched(failure)
+
     def _end_with_multiprocessing(self) -> None:
         """Its forked children leave without `atexit`."""
         util = sys.modules.get("multiprocessing.util")
@@ -122,6 +138,12 @@ class WatchedProcess:
             end_recording()
         except Exception as failure:  # noqa: BLE001 - the program's exit code stays its own
             say(f"the record was lost: {type(failure).__name__}: {failure}")
+
+
+def is_comfyui(command: Sequence[str]) -> bool:
+    """Whether these words start ComfyUI's server: `main.py` with the folder `comfy_execution` beside it."""
+    names = (os.path.abspath(word) for word in command[1:] if os.path.basename(word) == "main.py")  # noqa: PTH100, PTH119
+    return any(os.path.isdir(os.path.join(os.path.dirname(name), "comfy_execution")) for name in names)  # noqa: PTH112, PTH118, PTH120
 
 
 def _is_importing_us() -> bool:

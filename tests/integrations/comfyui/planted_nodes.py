@@ -2,11 +2,12 @@
 
 import asyncio
 import copy
+import importlib
 import time
 from typing import Any
 
-import comfy.model_management
-from comfy_execution.graph_utils import GraphBuilder
+OUT_OF_MEMORY: Any = importlib.import_module("comfy.model_management").OOM_EXCEPTION
+GraphBuilder: Any = importlib.import_module("comfy_execution.graph_utils").GraphBuilder
 
 
 class PlantedSleep:
@@ -82,7 +83,7 @@ class PlantedOutOfMemory:
             def decode(self, *arguments: Any, **named: Any) -> Any:
                 if not Once.failed:
                     Once.failed = True
-                    raise comfy.model_management.OOM_EXCEPTION("planted: out of memory")
+                    raise OUT_OF_MEMORY("planted: out of memory")
                 return model.decode(*arguments, **named)
 
         planted = copy.copy(vae)

@@ -3,11 +3,10 @@
 ComfyUI's progress says nothing of a node that fails, or of the inputs that a node gets.
 """
 
-import sys
-
 from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.sampling import SAMPLING, is_sampler, sampling_facts
-from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
 
 
 class Execution(Instrument):
@@ -15,21 +14,15 @@ class Execution(Instrument):
 
     name = "execution"
     gives = "errors of nodes, and samplers' settings"
-
-    def misfit(self) -> str | None:
-        """See `Instrument`."""
-        module = sys.modules.get("execution")
-        if module is None:
-            return "there is no module execution"
-        return misfit(module, "execute", ("current_item", "prompt_id"), asynchronous=True) or misfit(
-            module, "get_output_data", ("prompt_id", "unique_id", "input_data_all"), asynchronous=True
-        )
+    needs = (
+        Need("execution", "execute", ("current_item", "prompt_id"), True),
+        output_data("input_data_all"),
+    )
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        module = sys.modules["execution"]
-        self.wraps.append(Wrap(module, "execute", self, after=self._executed))
-        self.wraps.append(Wrap(module, "get_output_data", self, before=self._begins))
+        self.wraps.append(Wrap(self.needs[0], self, after=self._executed))
+        self.wraps.append(Wrap(self.needs[1], self, before=self._begins))
 
     def _executed(self, call: Call, _known: None, result: object, error: BaseException | None) -> None:
         prompt = self.session.prompt_of(call.get("prompt_id"))

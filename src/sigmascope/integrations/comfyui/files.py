@@ -1,14 +1,14 @@
 """The instrument that hears which model files are read, and names those that a node kept from before."""
 
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.comfyui.recording import PromptRecording
-from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
 
 FILES: Final = "files"
 """The fact of a node's stage that lists them."""
@@ -20,18 +20,11 @@ class Files(Instrument):
 
     name = "files"
     gives = "which model files were read from disk, and how much of them"
-
-    def misfit(self) -> str | None:
-        """See `Instrument`."""
-        module = sys.modules.get("comfy.utils")
-        if module is None:
-            return "there is no module comfy.utils"
-        return misfit(module, "load_torch_file", ("ckpt",), asynchronous=False)
+    needs = (Need("comfy.utils", "load_torch_file", ("ckpt",), False),)
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        module = sys.modules["comfy.utils"]
-        self.wraps.append(Wrap(module, "load_torch_file", self, before=_moment, after=self._read))
+        self.wraps.append(Wrap(self.needs[0], self, before=_moment, after=self._read))
 
     def _read(self, call: Call, began: float, _result: object, error: BaseException | None) -> None:
         took = time.perf_counter() - began

@@ -6,18 +6,27 @@ it knows it, it stays off and says why; where it fails later, it takes itself of
 
 import logging
 import sys
+from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypedDict
+from typing import Any, ClassVar, Final, Literal, Protocol, TypedDict
 
+from sigmascope.integrations.comfyui.needs import Need
+from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.wraps import Wrap
 from sigmascope.probes.reading import describe
 
-if TYPE_CHECKING:
-    from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
-    from sigmascope.integrations.comfyui.session import Session
-
 _log = logging.getLogger("sigmascope")
-_FILES: Final = ("prompts", "progress", "execution", "values", "files", "loading", "tiles", "lora")
+_FILES: Final = (
+    "prompts",
+    "progress",
+    "execution",
+    "values",
+    "files",
+    "loading",
+    "tiles",
+    "lora",
+    "encodings",
+)
 """Modules of this folder, in the order in which their instruments are put on."""
 State = Literal["on", "off"]
 
@@ -31,12 +40,30 @@ class InstrumentStatus(TypedDict):
     reason: str | None
 
 
+class Watched(Protocol):
+    """What instruments ask of the session that they belong to, and tell it."""
+
+    @property
+    def prompt(self) -> PromptRecording | None:
+        """The prompt that runs."""
+
+    def prompt_of(self, prompt_id: object) -> PromptRecording | None:
+        """The prompt that runs, if it is this one."""
+
+    def begin(self, prompt_id: str, graph: Any) -> None:
+        """A prompt begins."""
+
+    def end(self, prompt_id: str, messages: Iterable[Any], error: BaseException | None) -> None:
+        """A prompt is over."""
+
+
 class Instrument:
     """Something that watches ComfyUI by a few of its functions.
 
     Attributes:
         name: What it is called.
         gives: Which figures are missing without it.
+        needs: Functions of ComfyUI that it wraps or relies on.
         works: Whether it is on and has not failed.
         reason: Why it is off.
         calls: How often code of ours ran for it.
@@ -45,8 +72,9 @@ class Instrument:
 
     name: ClassVar[str]
     gives: ClassVar[str]
+    needs: ClassVar[tuple[Need, ...]]
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: Watched) -> None:
         self.session = session
         self.works = False
         self.reason: str | None = "it was not put on"
@@ -56,7 +84,7 @@ class Instrument:
 
     def misfit(self) -> str | None:
         """Why the host is not as this knows it; None: it is. Nothing is changed."""
-        raise NotImplementedError
+        return next((fault for need in self.needs if (fault := need.fault()) is not None), None)
 
     def put_on(self) -> None:
         """Begin to watch."""
@@ -86,10 +114,10 @@ class Instrument:
         while self.wraps:
             self.wraps.pop().take_off()
 
-    def at_the_end(self, prompt: "PromptRecording") -> None:
+    def at_the_end(self, prompt: PromptRecording) -> None:
         """Say of a prompt, which is over, what is only known now. On the host's thread."""
 
-    def node_here(self) -> "NodeWatch | None":
+    def node_here(self) -> NodeWatch | None:
         """The node that runs in this context; where ComfyUI does not say, the one that started last."""
         prompt = self.session.prompt
         if prompt is None:
@@ -122,14 +150,12 @@ class Instrument:
         }
 
 
-def all_instruments(session: "Session") -> list[Instrument]:
-    """One of each, none of them on. One whose file cannot be imported is left out, with a line in the log."""
-    made = []
+def kinds() -> list[type[Instrument]]:
+    """The classes of all instruments. One whose file cannot be imported is left out, with a line in the log."""
+    found: list[type[Instrument]] = []
     for name in _FILES:
         try:
-            kind = import_module(f"{__package__}.{name}").INSTRUMENT
+            found.append(import_module(f"{__package__}.{name}").INSTRUMENT)
         except Exception as failure:  # noqa: BLE001 - one broken file takes none of the others with it
             _log.warning("sigmascope: %s is off (%s)", name, describe(failure))
-        else:
-            made.append(kind(session))
-    return made
+    return found

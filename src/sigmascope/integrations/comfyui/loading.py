@@ -5,7 +5,9 @@ import time
 from typing import Any, Final
 
 from sigmascope.integrations.comfyui.instruments import Instrument
-from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+from sigmascope.integrations.comfyui.needs import Need
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
+from sigmascope.probes.reading import attempt
 
 LOADS: Final = "loads"
 """The fact of a node's stage that lists them."""
@@ -16,18 +18,16 @@ class Loading(Instrument):
 
     name = "loading"
     gives = "models moved to a device, kept there, partly loaded and evicted"
+    needs = (Need("comfy.model_management", "load_models_gpu", ("models",), False),)
 
     def misfit(self) -> str | None:
         """See `Instrument`."""
-        module = sys.modules.get("comfy.model_management")
-        if module is None or not isinstance(getattr(module, "current_loaded_models", None), list):
-            return "comfy.model_management has no list current_loaded_models"
-        return misfit(module, "load_models_gpu", ("models",), asynchronous=False)
+        loaded = getattr(sys.modules.get("comfy.model_management"), "current_loaded_models", None)
+        return super().misfit() or (None if isinstance(loaded, list) else "current_loaded_models is no list")
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        module = sys.modules["comfy.model_management"]
-        self.wraps.append(Wrap(module, "load_models_gpu", self, before=self._before, after=self._after))
+        self.wraps.append(Wrap(self.needs[0], self, before=self._before, after=self._after))
 
     def _before(self, _call: Call) -> tuple[float, dict[int, str]]:
         return time.perf_counter(), _on_devices()
@@ -40,7 +40,7 @@ class Loading(Instrument):
             return
         now = _on_devices()
         wanted = [
-            {**_figures(patcher), "kept": id(getattr(patcher, "model", None)) in before}
+            {**_known(patcher), "kept": id(getattr(patcher, "model", None)) in before}
             for patcher in call.get("models") or ()
         ]
         evicted = [name for key, name in before.items() if key not in now]
@@ -60,6 +60,12 @@ def _on_devices() -> dict[int, str]:
         if patcher is not None:
             known[id(patcher.model)] = type(patcher.model).__name__
     return known
+
+
+def _known(patcher: Any) -> dict[str, Any]:
+    """The figures of a model, or why they cannot be read."""
+    figures = attempt(lambda: _figures(patcher))
+    return figures.value or {"model": type(patcher).__name__, "unavailable": figures.reason}
 
 
 def _figures(patcher: Any) -> dict[str, Any]:

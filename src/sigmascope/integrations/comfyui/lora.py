@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
-from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
 from sigmascope.stages.lora_application import (
     analyze_lora_application_results,
     capture_lora_baseline,
@@ -30,7 +31,7 @@ _GONE: Final = "the models were gone when the prompt ended"
 
 class _Application(NamedTuple):
     node: NodeWatch
-    models: dict[str, Callable[[], Any]]
+    models: Mapping[str, Callable[[], Any]]
     path: str | None
     name: str
 
@@ -40,21 +41,16 @@ class Lora(Instrument):
 
     name = "lora"
     gives = "LoRA keys and verdicts"
-
-    def misfit(self) -> str | None:
-        """See `Instrument`."""
-        lora, execution = sys.modules.get("comfy.lora"), sys.modules.get("execution")
-        if lora is None or execution is None:
-            return "there is no module comfy.lora or execution"
-        return misfit(lora, "load_lora", ("lora", "to_load"), asynchronous=False) or misfit(
-            execution, "get_output_data", ("prompt_id", "unique_id", "input_data_all"), asynchronous=True
-        )
+    needs = (
+        Need("comfy.lora", "load_lora", ("lora", "to_load"), False),
+        output_data("obj", "input_data_all"),
+    )
 
     def put_on(self) -> None:
         """See `Instrument`."""
         self._applied: list[_Application] = []
-        self.wraps.append(Wrap(sys.modules["comfy.lora"], "load_lora", self, after=self._loaded))
-        self.wraps.append(Wrap(sys.modules["execution"], "get_output_data", self, after=self._outputs))
+        self.wraps.append(Wrap(self.needs[0], self, after=self._loaded))
+        self.wraps.append(Wrap(self.needs[1], self, after=self._outputs))
 
     def stop(self, reason: str | None = "it was taken off") -> None:
         """See `Instrument`."""

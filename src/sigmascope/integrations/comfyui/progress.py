@@ -2,10 +2,13 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from sigmascope.integrations.comfyui.instruments import Instrument
-from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+from sigmascope.integrations.comfyui.needs import Need
+from sigmascope.integrations.comfyui.recording import PromptRecording
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
 
 _MODULE: Final = "comfy_execution.progress"
 _NAME: Final = "sigmascope"
@@ -17,25 +20,17 @@ class Progress(Instrument):
 
     name = "progress"
     gives = "steps, and what each node took and used"
-
-    def misfit(self) -> str | None:
-        """See `Instrument`."""
-        module = sys.modules.get(_MODULE)
-        registry, handler = (getattr(module, name, None) for name in ("ProgressRegistry", "ProgressHandler"))
-        if registry is None or handler is None:
-            return f"{_MODULE} has no ProgressRegistry or no ProgressHandler"
-        reasons = [
-            misfit(registry, "__init__", ("prompt_id", "dynprompt")),
-            misfit(registry, "register_handler"),
-        ]
-        reasons += [misfit(handler, event, ("node_id", "prompt_id")) for event in _EVENTS]
-        return next((reason for reason in reasons if reason is not None), None)
+    needs = (
+        Need(_MODULE, "ProgressRegistry.__init__", ("prompt_id", "dynprompt")),
+        Need(_MODULE, "ProgressRegistry.register_handler"),
+        *(Need(_MODULE, f"ProgressHandler.{event}", ("node_id", "prompt_id")) for event in _EVENTS),
+    )
 
     def put_on(self) -> None:
         """See `Instrument`."""
         module = sys.modules[_MODULE]
         self._handler = _handler_of(module.ProgressHandler, self)
-        self.wraps.append(Wrap(module.ProgressRegistry, "__init__", self, after=self._made))
+        self.wraps.append(Wrap(self.needs[0], self, after=self._made))
 
     def fault(self) -> str | None:
         """A registry that nobody else sees tells our handler of a node."""
@@ -65,7 +60,7 @@ def _handler_of(kind: Any, instrument: Progress) -> Any:
 
         def start_handler(self, node_id: str, state: object, prompt_id: str) -> None:
             """A node starts."""
-            _guarded(lambda: (prompt := session.prompt_of(prompt_id)) and prompt.started(node_id))
+            guarded(prompt_id, lambda prompt: prompt.started(node_id))
 
         def update_handler(
             self,
@@ -78,20 +73,20 @@ def _handler_of(kind: Any, instrument: Progress) -> Any:
             **__: object,
         ) -> None:
             """A node's bar moves."""
-            _guarded(
-                lambda: (prompt := session.prompt_of(prompt_id)) and prompt.ticked(node_id, value, max_value)
-            )
+            guarded(prompt_id, lambda prompt: prompt.ticked(node_id, value, max_value))
 
         def finish_handler(self, node_id: str, state: object, prompt_id: str) -> None:
             """A node ends well; told of cached nodes too, which never started."""
-            _guarded(lambda: (prompt := session.prompt_of(prompt_id)) and prompt.ended(node_id))
+            guarded(prompt_id, lambda prompt: prompt.ended(node_id))
 
-    def _guarded(act: Any) -> None:
+    def guarded(prompt_id: str, act: Callable[[PromptRecording], None]) -> None:
         if not instrument.works:
             return
         began = time.perf_counter_ns()
         try:
-            act()
+            prompt = session.prompt_of(prompt_id)
+            if prompt is not None:
+                act(prompt)
         except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host
             instrument.failed(failure)
         instrument.took(time.perf_counter_ns() - began)

@@ -1,9 +1,8 @@
 """The instrument that hears of each prompt's beginning and end."""
 
-import sys
-
 from sigmascope.integrations.comfyui.instruments import Instrument
-from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+from sigmascope.integrations.comfyui.needs import Need
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
 
 
 class Prompts(Instrument):
@@ -11,18 +10,11 @@ class Prompts(Instrument):
 
     name = "prompts"
     gives = "the records of prompts"
-
-    def misfit(self) -> str | None:
-        """See `Instrument`."""
-        executor = getattr(sys.modules.get("execution"), "PromptExecutor", None)
-        if executor is None:
-            return "there is no execution.PromptExecutor"
-        return misfit(executor, "execute_async", ("prompt", "prompt_id", "extra_data"), asynchronous=True)
+    needs = (Need("execution", "PromptExecutor.execute_async", ("prompt", "prompt_id", "extra_data"), True),)
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        executor = sys.modules["execution"].PromptExecutor
-        self.wraps.append(Wrap(executor, "execute_async", self, before=self._begins, after=self._ends))
+        self.wraps.append(Wrap(self.needs[0], self, before=self._begins, after=self._ends))
 
     def _begins(self, call: Call) -> None:
         self.session.begin(str(call.get("prompt_id")), call.get("prompt"))

@@ -21,7 +21,7 @@ COMFYUI: Final = "comfyui"
 NODE: Final = "node"
 """The fact of a stage that says which node it was."""
 NodeState = Literal["run", "cached", "error", "interrupted", "not run"]
-_TEXTS: Final = frozenset(
+TEXTS: Final = frozenset(
     {"text", "prompt", "text_g", "text_l", "clip_l", "clip_g", "t5xxl", "positive_prompt", "negative_prompt"}
 )
 """Inputs whose text is a prompt."""
@@ -208,7 +208,7 @@ class PromptRecording:
             f"{node_id} {name}": value
             for node_id in self.graph
             for name, value in (self.info(node_id).get("inputs") or {}).items()
-            if name in _TEXTS and isinstance(value, str)
+            if name in TEXTS and isinstance(value, str)
         }
 
     def run(self) -> Run:

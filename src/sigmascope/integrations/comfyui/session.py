@@ -6,29 +6,33 @@ a thread of our own, so that the next prompt need not wait.
 """
 
 import atexit
+import json
 import logging
 import os
 import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
 from sigmascope.__about__ import __version__
-from sigmascope.integrations.comfyui.instruments import Instrument, InstrumentStatus, all_instruments
+from sigmascope.integrations.comfyui.instruments import Instrument, InstrumentStatus, kinds
 from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.integrations.comfyui.recording import COMFYUI, PromptRecording
 from sigmascope.integrations.comfyui.what_changed import Earlier
+from sigmascope.integrations.process_recording import prompts_of
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import with_findings
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import Run
 from sigmascope.threads import own_thread
+from sigmascope.units import counted
 
 _log = logging.getLogger("sigmascope")
 SWITCH: Final = "SIGMASCOPE"
@@ -37,6 +41,8 @@ FOLDER: Final = "SIGMASCOPE_COMFYUI_RECORDS"
 """The environment variable that names a folder for records; else they lie in ComfyUI's user folder."""
 KEPT: Final = 50
 """So many records of prompts stay, the last ones."""
+STATUS_FILE: Final = "status.json"
+"""Beside the records: what the last start found."""
 _PATTERN: Final = "sigmascope-prompt-*.json"
 _LAST_IN_MEMORY: Final = 20
 _LONGEST_WAIT_SECONDS: Final = 10.0
@@ -61,6 +67,7 @@ class Session:
     Attributes:
         instruments: All of them, on or off.
         last: The last records, the newest at the end.
+        prompts: How many were recorded.
     """
 
     def __init__(self, folder: Path | None, privacy: PromptPrivacy = "full") -> None:
@@ -72,8 +79,9 @@ class Session:
         self._earlier = Earlier()
         self._work: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.prompts = 0
         self._costs: dict[str, tuple[int, int]] = {}
-        self.instruments: list[Instrument] = all_instruments(self)
+        self.instruments: list[Instrument] = [kind(self) for kind in kinds()]
 
     def start(self) -> None:
         """Put on all instruments that fit. Raises nothing."""
@@ -83,6 +91,11 @@ class Session:
         _log.info(
             "sigmascope %s: watching prompts (%d of %d instruments)", __version__, on, len(self.instruments)
         )
+
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / STATUS_FILE).write_text(json.dumps(self.status(), indent=1), encoding="utf-8")
 
     def stop(self) -> None:
         """Take all of them off, and finish what is to be written."""
@@ -134,6 +147,7 @@ class Session:
         prompt.facts["instruments_off"] = {
             one.name: one.reason for one in self.instruments if not one.works and one.reason is not None
         }
+        self.prompts += 1
         self._hand_over(prompt.run())
 
     def _own_cost(self) -> dict[str, Any]:
@@ -187,8 +201,12 @@ def version() -> str | None:
 _session: Session | None = None
 
 
-def start() -> Session | None:
+def start(folder: Path | None = None, privacy: str | None = None) -> Session | None:
     """Watch this process's prompts; a second time nothing. Raises nothing.
+
+    Args:
+        folder: For the records; None: as `SIGMASCOPE_COMFYUI_RECORDS` says, else in ComfyUI's user folder.
+        privacy: What is kept of prompts; None: as `SIGMASCOPE_PROMPTS` says, else their text.
 
     Returns:
         The session; None: `SIGMASCOPE=0` switches it off, or it could not begin.
@@ -198,8 +216,8 @@ def start() -> Session | None:
         return None
     if _session is None:
         try:
-            privacy = privacy_of(os.environ.get("SIGMASCOPE_PROMPTS") or "full").name
-            session = Session(records_folder(), privacy)
+            kept = privacy_of(privacy or os.environ.get("SIGMASCOPE_PROMPTS") or "full").name
+            session = Session(folder or records_folder(), kept)
             session.start()
         except Exception as failure:  # noqa: BLE001 - ComfyUI goes on unwatched
             _log.warning("sigmascope: prompts are not watched (%s)", describe(failure))
@@ -216,6 +234,31 @@ def stop() -> None:
     if session is not None:
         session.stop()
         atexit.unregister(stop)
+
+
+def begin_in_process(
+    settings: Settings, folder: str, say: Callable[[str], None]
+) -> Callable[[], None] | None:
+    """Watch the prompts of the process that `sigmascope watch main.py` launched.
+
+    Args:
+        settings: `output` names a folder for the records, `prompts` what is kept of prompts.
+        folder: Where relative paths begin.
+        say: Tells the user a line.
+
+    Returns:
+        What ends it and says where the records are; None: prompts are not watched.
+    """
+    records = None if settings.output is None else Path(folder, settings.output)
+    session = start(records, prompts_of(settings))
+    if session is None:
+        return None
+
+    def end() -> None:
+        stop()
+        say(f"{counted(session.prompts, 'prompt was', 'prompts were')} recorded in {session.folder}")
+
+    return end
 
 
 def current() -> Session | None:

@@ -1,12 +1,12 @@
 """The instrument that hears when a VAE works in tiles, and whether the node asked for that or memory ran out."""
 
-import inspect
-import sys
 import threading
+from functools import partial
 from typing import Any, Final
 
 from sigmascope.integrations.comfyui.findings import tell
 from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
 
 TILED: Final = "tiled"
@@ -29,25 +29,17 @@ class Tiles(Instrument):
 
     name = "tiles"
     gives = "that a VAE fell back to tiles"
-
-    def misfit(self) -> str | None:
-        """See `Instrument`."""
-        vae = getattr(sys.modules.get("comfy.sd"), "VAE", None)
-        if vae is None:
-            return "there is no comfy.sd.VAE"
-        gone = [
-            name for name in (*_ASKED, "decode_tiled_", "encode_tiled_") if not callable(vars(vae).get(name))
-        ]
-        return f"comfy.sd.VAE has no {', '.join(gone)}" if gone else None
+    needs = tuple(Need("comfy.sd", f"VAE.{name}") for name in (*_ASKED, "decode_tiled_", "encode_tiled_"))
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        vae, self._asked = sys.modules["comfy.sd"].VAE, threading.local()
-        for name in _ASKED:
-            self.wraps.append(Wrap(vae, name, self, before=self._asks, after=self._asked_for))
+        self._asked = threading.local()
+        for need in self.needs[: len(_ASKED)]:
+            self.wraps.append(Wrap(need, self, before=self._asks, after=self._asked_for))
         for name in _TILED:
-            if inspect.isfunction(vars(vae).get(name)):
-                self.wraps.append(Wrap(vae, name, self, before=lambda _call, name=name: self._works(name)))
+            need = Need("comfy.sd", f"VAE.{name}")
+            if need.fault() is None:
+                self.wraps.append(Wrap(need, self, before=partial(self._works, name)))
 
     def _asks(self, _call: Call) -> None:
         self._asked.depth = getattr(self._asked, "depth", 0) + 1
@@ -55,7 +47,7 @@ class Tiles(Instrument):
     def _asked_for(self, _call: Call, _known: Any, _result: object, _error: BaseException | None) -> None:
         self._asked.depth -= 1
 
-    def _works(self, method: str) -> None:
+    def _works(self, method: str, _call: Call) -> None:
         node = self.node_here()
         if node is None:
             return

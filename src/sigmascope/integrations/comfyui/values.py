@@ -6,7 +6,6 @@ something was made of a latent, or of a picture that was not constant itself.
 """
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from sigmascope.integrations.comfyui.findings import tell
 from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.needs import output_data
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
-from sigmascope.integrations.comfyui.wraps import Call, Wrap, misfit
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
 from sigmascope.probes.tensors import leaves_of
 
 Kind = Literal["latent", "image", "other"]
@@ -38,18 +38,12 @@ class Values(Instrument):
 
     name = "values"
     gives = "where NaN, infinity or a constant begins"
-
-    def misfit(self) -> str | None:
-        """See `Instrument`."""
-        module = sys.modules.get("execution")
-        if module is None:
-            return "there is no module execution"
-        return misfit(module, "get_output_data", ("prompt_id", "unique_id", "obj"), asynchronous=True)
+    needs = (output_data("obj"),)
 
     def put_on(self) -> None:
         """See `Instrument`."""
         self._looks: list[_Look] = []
-        self.wraps.append(Wrap(sys.modules["execution"], "get_output_data", self, after=self._outputs))
+        self.wraps.append(Wrap(self.needs[0], self, after=self._outputs))
 
     def stop(self, reason: str | None = "it was taken off") -> None:
         """See `Instrument`."""

@@ -8,10 +8,11 @@ not: it switches the instrument off, and the host's function goes on alone.
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.imports import without_this_frame
 
 _OURS: Final = "__sigmascope_wrap__"
@@ -56,30 +57,23 @@ class Wrap:
     """A wrapper around an attribute of a module or a class, for as long as it is on.
 
     Args:
-        owner: The module or class.
-        name: The function's name in it.
+        need: The function, which is there.
         part: The instrument that wants it.
         before: Called before each call, on the host's thread.
         after: Called after it.
     """
 
     def __init__(
-        self,
-        owner: Any,
-        name: str,
-        part: Part,
-        *,
-        before: Before | None = None,
-        after: After | None = None,
+        self, need: Need, part: Part, *, before: Before | None = None, after: After | None = None
     ) -> None:
-        self.owner, self.name, self.part = owner, name, part
+        self.owner, self.name, self.part = need.owner(), need.own_name, part
         self._before, self._after = before, after
-        self.original = vars(owner)[name]
+        self.original = vars(self.owner)[self.name]
         self._parameters = tuple(inspect.signature(self.original).parameters)
         wrapper = self._asynchronous() if inspect.iscoroutinefunction(self.original) else self._synchronous()
         setattr(wrapper, _OURS, self)
         self._wrapper: Any = wrapper
-        setattr(owner, name, wrapper)
+        setattr(self.owner, self.name, wrapper)
 
     @property
     def is_on(self) -> bool:
@@ -153,27 +147,3 @@ class Wrap:
             return result
 
         return wrapper
-
-
-def misfit(
-    owner: Any, name: str, parameters: Sequence[str] = (), *, asynchronous: bool | None = None
-) -> str | None:
-    """Why a function of the host is not as an instrument knows it; None: it is.
-
-    Args:
-        owner: The module or class.
-        name: The function's name.
-        parameters: Those that it must have.
-        asynchronous: Whether it must be awaited; None: either.
-    """
-    where = f"{owner.__name__}.{name}"
-    found = vars(owner).get(name)
-    if not callable(found):
-        return f"there is no function {where}"
-    known = inspect.signature(found).parameters
-    missing = [parameter for parameter in parameters if parameter not in known]
-    if missing:
-        return f"{where} has no parameter {', '.join(missing)}"
-    if asynchronous is not None and inspect.iscoroutinefunction(found) is not asynchronous:
-        return f"{where} is {'not ' if asynchronous else ''}asynchronous"
-    return None

@@ -1,0 +1,72 @@
+"""`sigmascope comfyui`: put the watch of every prompt into a ComfyUI, take it away, and say what it sees there."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from sigmascope.cli.console import Console, print_json, say
+from sigmascope.cli.options import AsJson
+from sigmascope.plain_text import printable
+
+if TYPE_CHECKING:
+    from sigmascope.integrations.comfyui.node_pack import PackStatus
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+ComfyFolder = Annotated[
+    Path, typer.Argument(metavar="PATH", help="ComfyUI's folder, with main.py.", show_default=False)
+]
+
+
+@app.callback()
+def group() -> None:
+    """Record every prompt of a ComfyUI, with no node placed."""
+
+
+@app.command("install", epilog="Example: sigmascope comfyui install ~/ComfyUI")
+def install(path: ComfyFolder) -> None:
+    """Put a loader of a few lines into custom_nodes; restart ComfyUI after it.
+
+    Sigmascope itself has to be installed in ComfyUI's Python.
+    """
+    from sigmascope.integrations.comfyui import node_pack
+
+    say(f"Wrote {node_pack.install(path)}: from its next start on, ComfyUI's prompts are recorded.")
+
+
+@app.command("uninstall", epilog="Example: sigmascope comfyui uninstall ~/ComfyUI")
+def uninstall(path: ComfyFolder) -> None:
+    """Take the loader away again; records stay."""
+    from sigmascope.integrations.comfyui import node_pack
+
+    say(f"Removed the loader from {path}." if node_pack.uninstall(path) else "Nothing was installed.")
+
+
+@app.command("status", epilog="Example: sigmascope comfyui status ~/ComfyUI")
+def status(path: ComfyFolder, as_json: AsJson = False) -> None:
+    """Say what is installed, what fits this version of ComfyUI, and what is off and why."""
+    from sigmascope.integrations.comfyui import node_pack
+
+    known = node_pack.status(path)
+    if as_json:
+        print_json(known)
+    else:
+        _print_status(Console(), known)
+
+
+def _print_status(console: Console, known: "PackStatus") -> None:
+    installed = "installed" if known["installed"] else "not installed"
+    console.print(
+        Text(printable(f"ComfyUI {known['comfyui'] or 'of unknown version'}: {installed}"), style="bold")
+    )
+    for part in known["instruments"]:
+        mark = Text("fits  ", style="green") if part["fits"] else Text("off   ", style="yellow")
+        line = f"{part['name']}: {part['gives']}" + ("" if part["fits"] else f" ({part['why_not']})")
+        console.print(mark.append(printable(line)))
+        if part["last_start"] not in (None, "on"):
+            console.print(Text(printable(f"      at the last start {part['last_start']}"), style="yellow"))
+    count = len(known["records"])
+    console.print(
+        Text(printable(f"Records: {count}" + (f", the last in {known['records'][-1]}" if count else "")))
+    )

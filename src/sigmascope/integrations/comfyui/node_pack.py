@@ -1,0 +1,189 @@
+"""The folder in ComfyUI's `custom_nodes` that begins the watch with each start: put there, taken away, looked at.
+
+It holds a loader of a few lines and the description that ComfyUI-Manager reads. It has no node.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+from sigmascope.__about__ import __version__
+from sigmascope.errors import ConfigError, WriteError
+from sigmascope.files import atomic_path, reason_of, writing_hint
+from sigmascope.integrations.comfyui.instruments import kinds
+from sigmascope.integrations.comfyui.session import STATUS_FILE
+
+_NAME: Final = "sigmascope"
+_MARK: Final = "# Written by sigmascope comfyui install."
+_LOADER: Final = f'''{_MARK}
+"""Every prompt becomes a record of Sigmascope. `sigmascope comfyui uninstall` takes this folder away."""
+
+import logging
+
+NODE_CLASS_MAPPINGS = {{}}
+
+try:
+    from sigmascope.integrations.comfyui.session import start
+
+    start()
+except Exception as failure:
+    logging.warning("sigmascope: prompts are not watched (%s: %s)", type(failure).__name__, failure)
+'''
+_DESCRIPTION: Final = f"""{_MARK}
+[project]
+name = "sigmascope"
+description = "Every prompt becomes a record: time, memory and peak of each node, steps, model files, LoRA verdicts."
+version = "{__version__}"
+dependencies = ["sigmascope"]
+
+[tool.comfy]
+PublisherId = "sigmascope"
+DisplayName = "Sigmascope"
+"""
+_FILES: Final = {"__init__.py": _LOADER, "pyproject.toml": _DESCRIPTION}
+
+
+class PartStatus(TypedDict):
+    """Whether an instrument fits a ComfyUI, by its source, and how it was at the last start."""
+
+    name: str
+    gives: str
+    fits: bool
+    why_not: str | None
+    last_start: str | None
+
+
+class PackStatus(TypedDict):
+    """What `sigmascope comfyui status` says."""
+
+    path: str
+    comfyui: str | None
+    installed: bool
+    pack: str
+    instruments: list[PartStatus]
+    last_start: dict[str, Any] | None
+    records: list[str]
+
+
+def install(path: Path) -> Path:
+    """Put the folder there; one of ours that is there is renewed.
+
+    Args:
+        path: ComfyUI's folder, with `main.py`.
+
+    Returns:
+        The pack's folder.
+
+    Raises:
+        ConfigError: That is no ComfyUI, or the pack's name is taken by something else.
+        WriteError: It cannot be written.
+    """
+    pack = _pack_of(path)
+    if pack.exists() and not _is_ours(pack):
+        raise ConfigError(f"{pack} is there, and is not ours.", hint="Move it away, and install again.")
+    try:
+        pack.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(pack, f"cannot be made ({reason_of(error)}).", hint=writing_hint(error)) from error
+    for name, text in _FILES.items():
+        with atomic_path(pack / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return pack
+
+
+def uninstall(path: Path) -> bool:
+    """Take the folder away; False if there was none. Records stay.
+
+    Raises:
+        ConfigError: That is no ComfyUI, or the folder is not ours or holds what we did not put there.
+        WriteError: It cannot be removed.
+    """
+    pack = _pack_of(path)
+    if not pack.exists():
+        return False
+    known = {*_FILES, "__pycache__"}
+    others = (
+        sorted(entry.name for entry in pack.iterdir() if entry.name not in known) if pack.is_dir() else []
+    )
+    if not _is_ours(pack) or others:
+        what = f"holds {', '.join(others)}" if others else "is not ours"
+        raise ConfigError(f"{pack} {what}.", hint="Look into it, and remove it by hand.")
+    try:
+        shutil.rmtree(pack)
+    except OSError as error:
+        raise WriteError(
+            pack, f"cannot be removed ({reason_of(error)}).", hint=writing_hint(error)
+        ) from error
+    return True
+
+
+def status(path: Path) -> PackStatus:
+    """What is installed, which instruments fit this version, and what the last start found. Changes nothing.
+
+    Raises:
+        ConfigError: That is no ComfyUI.
+    """
+    pack = _pack_of(path)
+    records = path / "user" / "sigmascope"
+    last = _last_start(records)
+    by_name = {part["name"]: part for part in (last or {}).get("instruments", ())}
+    parts: list[PartStatus] = []
+    for kind in kinds():
+        why_not = next((fault for need in kind.needs if (fault := need.fault_in(path)) is not None), None)
+        known = by_name.get(kind.name)
+        state = (
+            None if known is None else known["state"] + (f": {known['reason']}" if known["reason"] else "")
+        )
+        parts.append(
+            {
+                "name": kind.name,
+                "gives": kind.gives,
+                "fits": why_not is None,
+                "why_not": why_not,
+                "last_start": state,
+            }
+        )
+    return {
+        "path": str(path),
+        "comfyui": _version_in(path),
+        "installed": _is_ours(pack),
+        "pack": str(pack),
+        "instruments": parts,
+        "last_start": last,
+        "records": sorted(str(file) for file in records.glob("sigmascope-prompt-*.json")),
+    }
+
+
+def _pack_of(path: Path) -> Path:
+    if not (path / "main.py").is_file() or not (path / "comfy").is_dir():
+        raise ConfigError(
+            f"{path} is no ComfyUI: it has no main.py or no folder comfy.",
+            hint="Name the folder that main.py lies in.",
+        )
+    return path / "custom_nodes" / _NAME
+
+
+def _is_ours(pack: Path) -> bool:
+    try:
+        return (pack / "__init__.py").read_text(encoding="utf-8").startswith(_MARK)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _version_in(path: Path) -> str | None:
+    try:
+        text = (path / "comfyui_version.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = re.search(r'__version__ = "([^"]{1,40})"', text)
+    return found[1] if found else None
+
+
+def _last_start(records: Path) -> dict[str, Any] | None:
+    try:
+        known = json.loads((records / STATUS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return known if isinstance(known, dict) else None
