@@ -46,11 +46,12 @@ class Encodings(Instrument):
     def put_on(self) -> None:
         """See `Instrument`."""
         self._encoded: list[_Encoded] = []
+        self._coded: list[tuple[NodeWatch, Callable[[], Any]]] = []
         self.wraps.append(Wrap(self.needs[0], self, after=self._outputs))
 
     def stop(self, reason: str | None = "it was taken off") -> None:
         """See `Instrument`."""
-        self._encoded = []
+        self._encoded, self._coded = [], []
         super().stop(reason)
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
@@ -76,14 +77,15 @@ class Encodings(Instrument):
             texts = {name: value for name, value in first.items() if name in TEXTS and isinstance(value, str)}
             self._encoded.append(_Encoded(node, weakref.ref(clip), texts))
         if vae is not None and not outputs.keys().isdisjoint({"LATENT", "IMAGE"}):
-            node.facts[VAE] = {
-                "vae": vae_dict(vae_facts(vae)),
-                "tensors": dict(_shapes([*first.values(), *outputs.values()])),
-            }
+            node.facts[VAE] = {"tensors": dict(_shapes([*first.values(), *outputs.values()]))}
+            self._coded.append((node, weakref.ref(vae)))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """See `Instrument`."""
-        encoded, self._encoded = self._encoded, []
+        encoded, coded = self._encoded, self._coded
+        self._encoded, self._coded = [], []
+        for node, reference in coded:
+            node.facts[VAE]["vae"] = vae_dict(vae_facts(reference()))
         for one in encoded:
             if (clip := one.clip()) is not None:
                 tokenizers = attempt(partial(find_tokenizers, clip)).value or {}

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any, ClassVar, Final, Literal, Protocol, TypedDict
+from typing import Any, ClassVar, Final, Literal, Protocol, TypedDict, runtime_checkable
 
 from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
@@ -40,6 +40,7 @@ class InstrumentStatus(TypedDict):
     reason: str | None
 
 
+@runtime_checkable
 class Watched(Protocol):
     """What instruments ask of the session that they belong to, and tell it."""
 

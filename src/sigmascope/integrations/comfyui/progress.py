@@ -65,8 +65,8 @@ def _handler_of(kind: Any, instrument: Progress) -> Any:
         def update_handler(
             self,
             node_id: str,
-            value: float,
-            max_value: float,
+            value: int | float,
+            max_value: int | float,
             state: object,
             prompt_id: str,
             *_: object,

@@ -125,7 +125,7 @@ class PromptRecording:
             node.step = self.recorder.step()
             node.context.run(node.step.__enter__)
 
-    def ticked(self, node_id: str, value: float, maximum: float) -> None:
+    def ticked(self, node_id: str, value: int | float, maximum: int | float) -> None:
         """A node's own bar moved: a sampling step has ended, or something else of which only the count is kept."""
         node = self.nodes.get(node_id)
         if node is None or node.ended_ns is not None:

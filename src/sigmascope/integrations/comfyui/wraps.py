@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.imports import without_this_frame
@@ -19,6 +19,7 @@ _OURS: Final = "__sigmascope_wrap__"
 """The attribute of a wrapper of ours that holds its `Wrap`."""
 
 
+@runtime_checkable
 class Part(Protocol):
     """What an instrument gives a wrap: it counts our own time, and hears of our own failures."""
 

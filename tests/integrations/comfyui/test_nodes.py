@@ -1,0 +1,156 @@
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.comfyui.conftest import Watch
+from tests.integrations.comfyui.host import Host, Interrupted, Node, latent
+
+from sigmascope.records.run import Run, Stage
+
+SETTINGS = {"sampler_name": "euler", "scheduler": "normal", "steps": 3, "cfg": 5.0, "seed": 7, "denoise": 0.5}
+GRAPH: dict[str, Any] = {
+    "1": {"class_type": "Load", "inputs": {"ckpt_name": "model.safetensors"}},
+    "2": {"class_type": "Empty", "inputs": {}},
+    "3": {"class_type": "Sampler", "inputs": {"latent_image": ["2", 0], "model": ["1", 0], **SETTINGS}},
+}
+
+
+def with_node(kind: str) -> dict[str, Any]:
+    return {**GRAPH, "4": {"class_type": kind, "inputs": {"x": ["3", 0]}}}
+
+
+def nodes(run: Run) -> dict[str, Stage]:
+    return {stage.facts["node"]["id"]: stage for stage in run.walk() if "node" in stage.facts}
+
+
+def states(run: Run) -> dict[str, str]:
+    return {node["id"]: node["state"] for node in run.facts["comfyui"]["nodes"]}
+
+
+def test_each_node_that_runs_is_a_stage_of_the_prompt(watch: Watch) -> None:
+    run = watch().run(GRAPH)
+    (generation,) = run.stages
+    assert [stage.name for stage in generation.children] == ["Load", "Empty", "Sampler"]
+    assert run.facts["comfyui"]["success"]
+    assert all(stage.memory is not None and stage.peak is not None for stage in generation.children)
+
+
+def test_sampling_steps_and_settings_are_recorded(watch: Watch) -> None:
+    sampler = nodes(watch().run(GRAPH))["3"]
+    assert len(sampler.steps) == 3
+    told = {"sampler": "euler", "scheduler": "normal", "steps": 3, "cfg": 5.0, "seed": 7, "denoise": 0.5}
+    assert sampler.facts["sampling"] == {**told, "latent": [1, 4, 8, 8], "unavailable": {}}
+
+
+def test_the_second_prompt_says_what_was_cached_and_what_changed(watch: Watch) -> None:
+    watched = watch()
+    watched.run(GRAPH)
+    again = {**GRAPH, "3": {**GRAPH["3"], "inputs": {**GRAPH["3"]["inputs"], "seed": 8}}}
+    run = watched.run(again, "prompt-2")
+    assert states(run) == {"3": "run", "1": "cached", "2": "cached"}
+    changed = run.facts["comfyui"]["changed"]
+    assert changed["settings"] == [{"node": "3", "input": "seed", "was": 7, "now": 8}]
+    assert (changed["files_read_then"], changed["files_read_now"]) == (True, False)
+    assert run.facts["comfyui"]["files_kept"] == [{"file": "model.safetensors", "from": "kept", "node": "1"}]
+
+
+def test_expanded_nodes_lie_in_the_one_that_they_came_from(watch: Watch) -> None:
+    run = watch().run(with_node("Expand"))
+    parent = nodes(run)["4"]
+    assert [stage.facts["node"]["parent"] for stage in parent.children] == ["4", "4"]
+    inner = sum(stage.seconds for stage in parent.children)
+    assert inner <= parent.seconds
+
+
+def test_a_node_that_waits_for_its_own_task_is_one_node(watch: Watch) -> None:
+    run = watch().run(with_node("Wait"))
+    assert states(run)["4"] == "run"
+    assert [stage.name for stage in run.stages[0].children].count("Wait") == 1
+
+
+def test_a_node_that_fails_is_named_and_the_rest_is_not_run(watch: Watch) -> None:
+    run = watch().run({**with_node("Fail"), "5": {"class_type": "Pass", "inputs": {"x": ["4", 0]}}})
+    assert (states(run)["4"], states(run)["5"]) == ("error", "not run")
+    assert nodes(run)["4"].error == "ValueError: a cat was planted"
+    assert not run.facts["comfyui"]["success"]
+
+
+def test_an_interruption_is_not_called_an_error(watch: Watch, host: Host) -> None:
+    def interrupt(x: Any) -> Any:
+        raise Interrupted
+
+    host.nodes["Stop"] = Node(("LATENT",), interrupt)
+    assert states(watch().run(with_node("Stop")))["4"] == "interrupted"
+
+
+def test_nodes_and_the_rest_add_up_to_the_prompt(watch: Watch) -> None:
+    run = watch().run(with_node("Expand"))
+    outermost = sum(stage.seconds for stage in run.stages[0].children)
+    rest = run.facts["comfyui"]["seconds_of_no_node"]
+    assert outermost + rest == pytest.approx(run.stages[0].seconds, abs=0.02)
+
+
+def test_a_file_that_is_read_belongs_to_the_node_that_reads_it(watch: Watch, tmp_path: Any) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x" * 1000)
+    graph = {**GRAPH, "1": {"class_type": "Load", "inputs": {"ckpt_name": str(file)}}}
+    (read,) = nodes(watch().run(graph))["1"].facts["files"]
+    assert (read["file"], read["from"], read["bytes"]) == ("model.safetensors", "disk", 1000)
+
+
+@pytest.mark.parametrize(("asked", "fallback"), [(True, False), (False, True)])
+def test_tiles_are_a_fallback_only_where_nobody_asked_for_them(
+    watch: Watch, host: Host, asked: bool, fallback: bool
+) -> None:
+    def decode(x: Any) -> Any:
+        vae = host.module("comfy.sd").VAE()
+        assert (vae.decode_tiled() if asked else vae.decode(runs_out=True)) == "tiles"
+        return (torch.rand(1, 8, 8, 3),)
+
+    host.nodes["Decode"] = Node(("IMAGE",), decode)
+    run = watch().run(with_node("Decode"))
+    assert nodes(run)["4"].facts["tiled"] == [{"method": "decode_tiled_", "fallback": fallback}]
+    assert ("comfyui.tiled_fallback" in [finding.id for finding in run.findings]) is fallback
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [(float("nan"), "NaN"), (float("inf"), "infinity"), (0.0, "constant"), (None, None)]
+)
+def test_the_first_odd_output_is_found_and_empty_latents_are_meant_to_be(
+    watch: Watch, host: Host, value: float | None, what: str | None
+) -> None:
+    host.nodes["Spoil"] = Node(("LATENT",), lambda x: (latent(value),))
+    graph = {**with_node("Spoil"), "5": {"class_type": "Pass", "inputs": {"x": ["4", 0]}}}
+    odd = watch().run(graph).facts["comfyui"].get("first_odd_output")
+    assert odd == (None if what is None else {"what": what, "node": "4", "class_type": "Spoil", "output": 0})
+
+
+def test_a_lora_s_keys_and_patches_are_counted(watch: Watch, host: Host) -> None:
+    def load(x: Any) -> Any:
+        host.module("comfy.lora").load_lora({"a": 1, "b": 2, "c": 3}, {"a": 1})
+        return (x,)
+
+    host.nodes["Lora"] = Node(("LATENT",), load)
+    run = watch().run(with_node("Lora"))
+    assert nodes(run)["4"].facts["lora"] == [{"keys": 3, "patches": 1}]
+    (verdict,) = nodes(run)["4"].facts["lora_verdicts"]
+    assert verdict["effective"] is None
+
+
+def test_outputs_are_those_of_the_bare_host(watch: Watch, host: Host) -> None:
+    kept = latent()
+    host.nodes["Give"] = Node(("LATENT",), lambda: (kept,))
+    graph = {"1": {"class_type": "Give", "inputs": {}}}
+    watch().run(graph)
+    assert host.cache["1", repr(graph["1"])][0] is kept
+
+
+def test_two_servers_tasks_do_not_see_our_stages(watch: Watch, host: Host) -> None:
+    from sigmascope.monitor.recorder import current_recorder
+
+    seen: list[Any] = []
+    host.nodes["Look"] = Node(("LATENT",), lambda x: (seen.append(current_recorder()), (x,))[1])
+    watch().run(with_node("Look"))
+    assert seen == [None]
+    assert asyncio.run(asyncio.sleep(0, current_recorder())) is None
