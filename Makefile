@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --n
 SOURCES := src tests benchmarks examples scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos check format bench docs wheel gpu-check pocket clean
+.PHONY: help demo test test-slow chaos check format bench docs wheel gpu-check comfyui-check pocket clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -60,6 +60,11 @@ wheel: $(BIN)/python ## Build the wheel into dist/
 
 gpu-check: $(VENV)/installed-test ## Run the tests that need a GPU, and measure on it; without one it fails
 	REQUIRE_GPU=1 GPU_FIGURES=build/gpu.json $(BIN)/python -m pytest -m gpu --continue-on-collection-errors --durations 10
+
+comfyui-check: $(VENV)/installed-test ## Run the tests against a ComfyUI: COMFYUI=checkout, COMFYUI_PYTHON=its Python
+	@test -f "$(COMFYUI)/main.py" || { echo "Name a checkout: make comfyui-check COMFYUI=/path/to/ComfyUI"; exit 1; }
+	SIGMASCOPE_COMFYUI="$(abspath $(COMFYUI))" SIGMASCOPE_COMFYUI_PYTHON="$(or $(COMFYUI_PYTHON),$(CURDIR)/$(BIN)/python)" \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m comfyui tests/integrations/comfyui
 
 pocket: $(VENV)/installed-lbm ## Train the pocket model again (about an hour on 2 cores)
 	$(BIN)/python scripts/pocket/train.py

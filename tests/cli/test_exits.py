@@ -38,6 +38,7 @@ EXITS = (
     "show RUN RUN2 --markdown", "show NONE", "show FOLDER", "show RUN --prompts EVIL", "show RUN --EVIL",
     "compare RUN RUN2 --full --by_step", "compare RUN RUN", "check RUN --baseline RUN2", "check RUN --baseline NONE",
     "compare-tensors DUMP DUMP2", "compare-tensors DUMP NONE", "bench NONE", "watch NONE", "watch --output NONE/x x.py", "doctor",
+    "comfyui install NONE", "comfyui status FOLDER", "comfyui uninstall EVIL",
     "demo --source_image NONE", "lora inspect LORA --verbose", "lora inspect LORA --model BASE", "lora inspect LORA --json",
     "lora inspect NONE", "lora inspect GGUF", "lora inspect LORA --model GGUF", "lora diff LORA LORA2 --verbose", "lora plan BASE TUNED",
     "lora extract --base_model_path BASE --tuned_model_path TUNED --save_to OUT --rank 2 --workers 1",

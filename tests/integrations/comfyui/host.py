@@ -110,7 +110,7 @@ class Host:
         self.here: Context | None = None
         self.nodes: dict[str, Any] = {}
         self.registry = Registry("none", None)
-        self.cache: dict[str, Any] = {}
+        self.cache: dict[tuple[str, str], Any] = {}
         self.modules = {
             name: ModuleType(name)
             for name in (
@@ -240,7 +240,7 @@ class Host:
                 made, _, expands, waits = await self.module("execution").get_output_data(
                     prompt_id, node_id, kind, inputs
                 )
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - as ComfyUI does
                 return FAILURE, (), error
             if expands:
                 children = {f"{node_id}.0.0.{name}": child for name, child in made["expand"].items()}

@@ -82,7 +82,12 @@ def test_an_instrument_that_fails_takes_itself_off_and_the_prompt_goes_on(
     for wrap in broken.wraps:
         monkeypatch.setattr(wrap, "_before", fail)
     done: list[int] = []
-    host.nodes["Done"] = Node(("LATENT",), lambda x: (done.append(1), (x,))[1])
+
+    def note(x: Any) -> Any:
+        done.append(1)
+        return (x,)
+
+    host.nodes["Done"] = Node(("LATENT",), note)
     host.nodes["Tiles"] = Node(("LATENT",), lambda x: (host.module("comfy.sd").VAE().decode_tiled(), (x,))[1])
     host.nodes["Models"] = Node(
         ("LATENT",), lambda x: (host.module("comfy.model_management").load_models_gpu([]), (x,))[1]
@@ -169,4 +174,5 @@ def test_a_record_prints_and_becomes_a_page(
     run.to_html(tmp_path / "page.html")
     assert "Sampler" in (tmp_path / "page.html").read_text()
     assert "Sampler" in to_markdown(run)
-    assert states(run)["4"] == "run" and nodes(run)["4"].name == "Expand"
+    assert states(run)["4"] == "run"
+    assert nodes(run)["4"].name == "Expand"

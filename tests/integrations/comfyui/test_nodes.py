@@ -150,7 +150,12 @@ def test_two_servers_tasks_do_not_see_our_stages(watch: Watch, host: Host) -> No
     from sigmascope.monitor.recorder import current_recorder
 
     seen: list[Any] = []
-    host.nodes["Look"] = Node(("LATENT",), lambda x: (seen.append(current_recorder()), (x,))[1])
+
+    def look(x: Any) -> Any:
+        seen.append(current_recorder())
+        return (x,)
+
+    host.nodes["Look"] = Node(("LATENT",), look)
     watch().run(with_node("Look"))
     assert seen == [None]
     assert asyncio.run(asyncio.sleep(0, current_recorder())) is None
