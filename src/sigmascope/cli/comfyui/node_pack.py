@@ -1,4 +1,4 @@
-"""`sigmascope comfyui`: put the watch of every prompt into a ComfyUI, take it away, and say what it sees there."""
+"""`sigmascope comfyui install`, `uninstall` and `status`: the loader in a ComfyUI, and what it can see there."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,15 +13,10 @@ from sigmascope.plain_text import printable
 if TYPE_CHECKING:
     from sigmascope.integrations.comfyui.node_pack import PackStatus
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer()
 ComfyFolder = Annotated[
     Path, typer.Argument(metavar="PATH", help="ComfyUI's folder, with main.py.", show_default=False)
 ]
-
-
-@app.callback()
-def group() -> None:
-    """Record every prompt of a ComfyUI, with no node placed."""
 
 
 @app.command("install", epilog="Example: sigmascope comfyui install ~/ComfyUI")
