@@ -5,6 +5,8 @@ diffusers are known by name. Any other module is one if its `forward` takes some
 number or one for each sample, and if it gives what has the latents' form. It must be called for two timesteps at least.
 The scheduler's `step` ends a step, and the VAE's `decode` the loop.
 
+Where a denoiser, a scheduler or a VAE is named by itself, the same is told of those alone.
+
 Nothing but classes is hooked. A class whose objects turn out to be parts of a denoiser, such as a block that takes the
 timestep too, is let go at its first call.
 """
@@ -45,7 +47,13 @@ from sigmascope.integrations.diffusers.pipeline_call import (
     is_final_decode,
     start_denoising,
 )
-from sigmascope.integrations.diffusers.watch_session import Observer, Session, StageStack, current_stack
+from sigmascope.integrations.diffusers.watch_session import (
+    Observer,
+    Session,
+    StageStack,
+    WatchedParts,
+    current_stack,
+)
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.hooks import After, Arguments, ByIdentity, Keywords
 from sigmascope.monitor.recorder import LiveStage, frames_here
@@ -211,6 +219,11 @@ class OwnGeneration:
         self.parts[free] = weakref.ref(part)
         return free
 
+    @property
+    def is_one_step(self) -> bool:
+        """Whether calls for one timestep are a loop: a known denoiser's, if a part beside it worked for it, too."""
+        return self.form is not None and self.form.is_known and len(self.parts) > 1
+
     def starts_again(self, number: float | None) -> bool:
         """Whether a timestep is that of another loop's beginning: the first one, after others."""
         return number is not None and number == self.first and number != self.last
@@ -226,6 +239,7 @@ class OwnLoopObserver(Observer):
         self._look_out = LookOut(session)
         self._looked_at: weakref.WeakSet[type] = weakref.WeakSet()
         self._forms: weakref.WeakKeyDictionary[type, _Form] = weakref.WeakKeyDictionary()
+        self._named: ByIdentity[bool] = ByIdentity()
         self._refused: ByIdentity[bool] = ByIdentity()
         self._trained: ByIdentity[bool] = ByIdentity()
         self._generations: weakref.WeakKeyDictionary[StageStack, OwnGeneration] = weakref.WeakKeyDictionary()
@@ -241,8 +255,29 @@ class OwnLoopObserver(Observer):
         self.when_loaded("compiled", "torch._dynamo.eval_frame", "OptimizedModule", self._hear_calls)
         self._look_out.start()
         self.keep_undo("look-out", self._look_out.stop)
-        hook = register_optimizer_step_post_hook(self._trained_here)
-        self.keep_undo("training", hook.remove)
+        self._hear_training()
+
+    def attach(self, parts: WatchedParts) -> None:
+        """Hear a part that is named by itself."""
+        part = parts.pipeline
+        if self.session.is_everywhere or all(part is not held for held in parts.components.values()):
+            return
+        self._named.put(part, True)
+        kind = type(unwrap(part) or part)
+        if isinstance(part, nn.Module):
+            self._know(kind)
+            self._hear_training()
+        else:
+            self._know_scheduler(kind)
+
+    def _hear_training(self) -> None:
+        if not self.has("training"):
+            hook = register_optimizer_step_post_hook(self._trained_here)
+            self.keep_undo("training", hook.remove)
+
+    def _is_meant(self, part: object) -> bool:
+        """Whether it may be part of a loop: any, or what was named."""
+        return self.session.is_everywhere or bool(self._named.get(part))
 
     # Which classes
 
@@ -310,6 +345,8 @@ class OwnLoopObserver(Observer):
 
     def _before(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:
         """Take a call of what may be a denoiser: the hot path."""
+        if not self._is_meant(module):
+            return None
         stack = self.session.stack_here()
         if stack is None or not isinstance(module, nn.Module):
             return None
@@ -412,6 +449,8 @@ class OwnLoopObserver(Observer):
             start_denoising(stack).prepared()
 
     def _before_schedule(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
+        if not self._is_meant(scheduler):
+            return None
         stack = self._stack()
         if stack is not None:
             own = self._generations.get(stack)
@@ -422,6 +461,8 @@ class OwnLoopObserver(Observer):
         return self.session.observer(SchedulerObserver)._before_schedule(scheduler, args, kwargs)
 
     def _before_step(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
+        if not self._is_meant(scheduler):
+            return None
         stack = self._stack()
         own = None if stack is None else self._generations.get(stack)
         if stack is None or own is None or stack.denoising is None:
@@ -455,6 +496,8 @@ class OwnLoopObserver(Observer):
         return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME)
 
     def _before_vae(self, way: Any, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
+        if not self._is_meant(vae):
+            return None
         stack = self._stack()
         if stack is None or stack.is_in(*VAE_STAGES.values()):
             return None
@@ -529,7 +572,7 @@ class OwnLoopObserver(Observer):
         if own is None:
             return
         stage, denoising = own.stage, stack.denoising
-        is_no_loop = not own.has_denoised or not (own.is_repeated or (own.form and own.form.is_known))
+        is_no_loop = not own.has_denoised or not (own.is_repeated or own.is_one_step)
         if not is_now and own.has_denoised and (own.last == 0 or _is_complete(stack)):
             error = None  # it came when the loop was over
         if own.last_ns is not None and error is None and not is_now:
@@ -539,7 +582,7 @@ class OwnLoopObserver(Observer):
         with self.session.own_work():
             stack.leave(stage, error)
             if is_no_loop or _lies_in_another():
-                stage.dissolve(drops=() if own.has_denoised and not is_no_loop else (DENOISING,))
+                stage.dissolve(drops=self._dropped if is_no_loop else ())
                 return
             self._tell(stack, own, error)
 
@@ -549,7 +592,12 @@ class OwnLoopObserver(Observer):
         stack.leave_loop = stack.loop_steps = None
         if own is not None:
             stack.leave(own.stage, None)
-            own.stage.dissolve(drops=(DENOISING,))
+            own.stage.dissolve(drops=self._dropped)
+
+    @property
+    def _dropped(self) -> tuple[str, ...]:
+        """What goes with a generation that was none; of a denoiser that is named, each call is wanted."""
+        return (DENOISING,) if self.session.is_everywhere else ()
 
     def _tell(self, stack: StageStack, own: OwnGeneration, error: BaseException | None) -> None:
         """Put on the generation what is put on a pipeline's: what it used and was asked for."""

@@ -296,6 +296,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 OBSERVERS: Final[tuple[type[Observer], ...]] = (
+    OwnLoopObserver,  # its generation is around what the others open
     CallObserver,
     LoadingObserver,
     LoraObserver,
@@ -305,5 +306,4 @@ OBSERVERS: Final[tuple[type[Observer], ...]] = (
     DenoiserObserver,
     TransferObserver,
     PipelineClassObserver,
-    OwnLoopObserver,
 )

@@ -311,13 +311,47 @@ def test_what_a_loop_is_followed_by_is_not_in_its_time() -> None:
 @pytest.mark.parametrize("watched", ["vae", "scheduler"])
 def test_a_vae_and_a_scheduler_can_be_named_beside_the_denoiser(parts: Any, watched: str) -> None:
     with sigmascope.watch(parts.unet, getattr(parts, watched)) as run:
-        by_hand(parts)
-    names = [stage.name for stage in run.stages]
-    assert (
-        names
-        == {"vae": ["denoising", "latent_decoding"], "scheduler": ["model_sampling", "denoising"]}[watched]
-    )
-    assert len(run.stage("denoising").steps) == 3
+        by_hand(parts, 3)
+        by_hand(parts, 2, calls=2)
+    stages = {"vae": ["denoising {}", "latent_decoding"], "scheduler": ["model_sampling", "denoising {}"]}
+    for generation, steps in zip(run.stages, (3, 2), strict=True):
+        assert generation.name == "generation"
+        assert outline(generation) == [name.format(steps) for name in stages[watched]]
+        assert generation.facts["call"]["num_inference_steps"] == steps
+        assert sum(
+            generation.children[-1 if watched == "scheduler" else 0].facts["denoiser_calls"].values()
+        ) == (3 if steps == 3 else 4)
+
+
+def test_a_denoiser_beside_the_named_one_is_not_heard() -> None:
+    named = Plain()
+    with sigmascope.watch(named) as run:
+        ddpm(Plain())
+        ddpm(named, 3)
+    assert [(stage.name, outline(stage)) for stage in run.stages] == [("generation", ["denoising 3"])]
+
+
+def test_one_call_of_a_named_denoiser_is_kept_without_a_generation() -> None:
+    named = Plain().eval()
+    with sigmascope.watch(named) as run, torch.no_grad():
+        named(torch.ones(2, 3, 8, 8), torch.zeros(2))
+    assert [(stage.name, len(stage.steps)) for stage in run.stages] == [("denoising", 1)]
+
+
+@torch.no_grad()
+def warm_up(parts: Any) -> None:
+    text = parts.encode_prompt("a fox", "cpu", 1, False)[0]
+    for _ in range(2):
+        parts.unet(torch.ones(1, 4, 8, 8), 500, encoder_hidden_states=text)
+
+
+def test_a_thread_that_warms_the_denoiser_of_a_pipeline_makes_no_generation(parts: Any) -> None:
+    with sigmascope.watch() as run:
+        generate(parts, "sd15")
+        thread = threading.Thread(target=warm_up, args=(parts,))
+        thread.start()
+        thread.join()
+    assert [stage.name for stage in run.stages if stage.name == "generation"] == ["generation"]
 
 
 @torch.no_grad()
