@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from sigmascope.analysis.breakdown import headline, large_places, run_findings, time_breakdown
+from sigmascope.analysis.what_changed import what_changed
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -221,6 +222,36 @@ def test_a_failure_comes_before_all_times() -> None:
         == "denoising failed after 3.00 s: RuntimeError: size mismatch."
     )
     assert headline(run_of(Stage("generation", 0.0, 9.0), findings=(fault,))) == "All pictures are black."
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        ((2,), "Generation 3 of 4: denoising failed after 3.00 s: ValueError: bad."),
+        (
+            (1, 2),
+            "2 of 4 generations failed, the first of them number 2: denoising failed after 3.00 s: ValueError: bad.",
+        ),
+        (
+            (0, 1, 2, 3),
+            "4 of 4 generations failed, the first of them number 1: denoising failed after 3.00 s: ValueError: bad.",
+        ),
+    ],
+)
+def test_a_failure_in_a_series_says_which_it_was(fails: tuple[int, ...], says: str) -> None:
+    failure: dict[str, Any] = {"success": False, "error": "ValueError: bad"}
+    stages = []
+    for number in range(4):
+        how = failure if number in fails else {}
+        inner = Stage("denoising", 4.0 * number, 3.0, **how)
+        stages.append(Stage("generation", 4.0 * number, 3.0, children=(inner,), **how))
+    series = run_of(*stages)
+    assert headline(series) == says
+    whole = run_of(*(Stage("generation", stage.started_seconds, 3.0) for stage in stages))
+    assert what_changed([series], [whole]).headline.startswith(
+        f"{len(fails)} of 4 generations failed (before: 0 of 4)."
+    )
+    assert "failed" not in what_changed([series], [series]).headline
 
 
 def test_an_attempt_that_failed_in_a_stage_that_went_well_is_no_failure() -> None:

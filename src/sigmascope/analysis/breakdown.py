@@ -348,7 +348,9 @@ def headline(run: Run, *, with_whole_error: bool = True) -> str:
     if first is None:
         found = {finding.id: finding.message for finding in run_findings(run)}
         told = [found[name] for name in _TOLD_FIRST if name in found]
-        first = " ".join(filter(None, (*told[:1], _waste(run) or _start_and_each(run) or _longest(run))))
+        # no wait makes memory grow, or first steps alone recur
+        most = 2 if told and told[0] == found.get(_TOLD_FIRST[0]) else 1
+        first = " ".join(filter(None, (*told[:most], _waste(run) or _start_and_each(run) or _longest(run))))
     return " ".join(filter(None, (first, _peak(run))))
 
 
@@ -358,7 +360,24 @@ def _failure(run: Run, with_whole_error: bool) -> str | None:
         return None
     error = failed.error or ""
     why = f": {units.printable(error if with_whole_error else _beginning(error))}" if error else ""
-    return f"{in_one_line(failed.name)} failed after {units.seconds(failed.seconds)}{why.rstrip('.')}."
+    return f"{_which_failed(run)}{in_one_line(failed.name)} failed after {units.seconds(failed.seconds)}{why.rstrip('.')}."
+
+
+def _which_failed(run: Run) -> str:
+    """How many generations of a series failed, and which was the first; nothing where all did, or there is one."""
+    generations = _generations(run)
+    failed = [number for number, stage in enumerate(generations, 1) if not stage.success]
+    first = next((stage for stage in run.stages if not stage.success), None)
+    if (
+        run.folded is not None
+        or not failed
+        or first is not generations[failed[0] - 1]
+        or len(generations) == 1
+    ):
+        return ""
+    if len(failed) == 1:
+        return f"Generation {failed[0]} of {len(generations)}: "
+    return f"{len(failed)} of {len(generations)} generations failed, the first of them number {failed[0]}: "
 
 
 def _beginning(error: str) -> str:

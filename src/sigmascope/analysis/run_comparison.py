@@ -232,7 +232,9 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
         is_estimate = new.is_estimate or baseline.is_estimate
         is_much = max(waited) > MUCH_WAITED and (differs or not is_estimate)
         if is_much or (differs and _explained_by_waiting(new, baseline)):
-            unavailable["wall"] = waited_in_words(waited, is_estimate=is_estimate)
+            unavailable["wall"] = waited_in_words(
+                waited, is_by_others=new.is_by_others or baseline.is_by_others
+            )
             if new.own and baseline.own:
                 ours, theirs = new.own, baseline.own
     compared = compare_values(
@@ -268,10 +270,10 @@ def _explained_by_waiting(new: Figure, baseline: Figure) -> bool:
     return difference != 0 and (waits[1] - waits[0]) / difference >= _MUCH_EXPLAINED
 
 
-def waited_in_words(waited: tuple[float, float], *, is_estimate: bool) -> str:
+def waited_in_words(waited: tuple[float, float], *, is_by_others: bool) -> str:
     """Such as "the run waited for a processor for 62 % of its time (before: 3 %)"."""
     before, now = (f"{100 * share:.0f} %" for share in waited)
-    if is_estimate:
+    if is_by_others:
         return f"other programs used {now} of the processor (before: {before})"
     return f"the run waited for a processor for {now} of its time (before: {before})"
 

@@ -49,6 +49,7 @@ class Figure:
         waited: The share of each time that the run waited for a processor; empty where that is not known.
         is_estimate: Whether the system does not tell of waiting, and the share of the processors that other programs used
             stands for it.
+        is_by_others: Whether `waited` is what other programs used, because together with the run that was everything.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Figure:
     own: tuple[float, ...] = ()
     waited: tuple[float, ...] = ()
     is_estimate: bool = False
+    is_by_others: bool = False
 
 
 class _Of(NamedTuple):
@@ -69,6 +71,7 @@ class _Of(NamedTuple):
     own: float | None = None
     waited: float | None = None
     is_estimate: bool = False
+    is_by_others: bool = False
 
 
 def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str, Figure]:
@@ -106,6 +109,7 @@ def _figure(of_runs: Sequence[_Of], untimed: int = 0) -> Figure:
         tuple(own) if len(own) == len(of_runs) else (),
         tuple(waited) if len(waited) == len(of_runs) else (),
         any(figure.is_estimate for figure in of_runs),
+        any(figure.is_by_others for figure in of_runs),
     )
 
 
@@ -122,8 +126,8 @@ def _total(run: Run) -> _Of:
 
 def _of_processor(
     run: Run, facts: Sequence[Mapping[str, Any]], seconds: float
-) -> tuple[float | None, float | None, bool]:
-    """Processor time, and the share of the seconds that was waited for a processor; and whether that is an estimate."""
+) -> tuple[float | None, float | None, bool, bool]:
+    """Processor time, and the share of the seconds that was waited for a processor; whether that is an estimate, and others' use."""
     uses = [processor_use_of(of_stage) for of_stage in facts]
     own = [None if use is None else use.own_seconds for use in uses]
     waits = [None if use is None else waited_seconds(use) for use in uses]
@@ -131,9 +135,10 @@ def _of_processor(
     is_known = None not in waits and seconds > 0
     others = others_of(run.facts)
     share = min(sum(known(waits)) / seconds, 1.0) if is_known else others
-    if share is not None and others is not None and _is_crowded(run, others):
-        share = max(share, others)
-    return None if None in own or has_device else sum(known(own)), share, not is_known
+    is_by_others = not is_known
+    if share is not None and others is not None and others > share and _is_crowded(run, others):
+        share, is_by_others = others, True
+    return None if None in own or has_device else sum(known(own)), share, not is_known, is_by_others
 
 
 def _is_crowded(run: Run, others: float) -> bool:
@@ -157,17 +162,20 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[_Of]:
         seconds = [value for value in times if value is not None and is_duration(value)]
         is_whole = len(seconds) == len(times)
         folded = _folded_seconds(run, name, on_device)
-        own, waited, is_estimate = None, None, False
+        own, waited, is_estimate, is_by_others = None, None, False, False
         if name not in on_device and is_whole and not folded:
-            own, waited, is_estimate = _of_processor(run, [stage.facts for stage in stages], sum(seconds))
-        yield _Of(name, "seconds", sum(seconds) + folded if is_whole else math.nan, own, waited, is_estimate)
+            own, waited, is_estimate, is_by_others = _of_processor(
+                run, [stage.facts for stage in stages], sum(seconds)
+            )
+        whole = sum(seconds) + folded if is_whole else math.nan
+        yield _Of(name, "seconds", whole, own, waited, is_estimate, is_by_others)
         columns = [timed_steps(stage, on_device) for stage in stages if len(stage.steps)]
         # compiling, autotuning and lazy loading fall into the first; it is in the stage's time all the same
         steps = [value for column in columns for value in warm(column)]
         if columns:
             step = median(steps) if steps and all(map(known, columns)) else math.nan
             own_step = None if own is None else _own_step(stages)
-            yield _Of(step_name(stages[0]), "seconds", step, own_step, waited, is_estimate)
+            yield _Of(step_name(stages[0]), "seconds", step, own_step, waited, is_estimate, is_by_others)
     peak = run.peak()
     if peak.rss_bytes is not None:
         yield _Of("process peak", "bytes", float(peak.rss_bytes))

@@ -33,7 +33,7 @@ from sigmascope.analysis.run_comparison import (
     Limits,
     compare_totals,
 )
-from sigmascope.analysis.run_figures import BUSY, total_of
+from sigmascope.analysis.run_figures import BUSY, GENERATION, total_of
 from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, is_duration, names_in
 
 _PREDICTION_TOLERANCE: Final = 0.2
@@ -129,7 +129,9 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     total = _compared_totals(new, baseline, limits)
     time = _time_sentence(total, new, baseline, rows, recipe)
     is_comparable = total is None or total.is_comparable
+    failed = _failed_generations(new, baseline)
     sentences = [
+        failed,
         time,
         _output_sentence(output, recipe, not_looked_at([*baseline, *new]), is_seeded=is_seeded),
     ]
@@ -146,7 +148,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
     if time is not None and not is_comparable:
-        sentences = [*sentences[1:], time]  # what can be told comes first
+        sentences = [failed, *sentences[2:], time]  # what can be told comes first
     else:
         sentences.append(_caution(total))
     return WhatChanged(
@@ -167,6 +169,18 @@ def _broken_off(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
     ]
     text = f"{' and '.join(told)} broke off."
     return text[0].upper() + text[1:] if told else None
+
+
+def _failed_generations(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
+    """How many generations failed in runs that went on; None where none did, or as many of as many before."""
+    counts = []
+    for side in (new, baseline):
+        succeeded = [stage.success for run in side for stage in run.stages if stage.name == GENERATION]
+        counts.append((succeeded.count(False), len(succeeded)))
+    now, before = (f"{failed} of {total}" for failed, total in counts)
+    if counts[0] == counts[1] or not (counts[0][0] or counts[1][0]):
+        return None
+    return f"{now} generations failed (before: {before})."
 
 
 def _rows(new: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[TimeShare, float]]:

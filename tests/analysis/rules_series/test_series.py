@@ -9,6 +9,20 @@ from sigmascope.analysis.breakdown import headline
 from sigmascope.records.run import Run
 
 
+def test_waiting_for_a_processor_hides_no_memory_that_stays() -> None:
+    mib = 2**20
+    busy = {"waited_seconds": 1.5, "throttled_seconds": 0.0}
+    run = series(
+        *(
+            generation(2.0 * i, [0.475] * 4, rss=((1000 + 40 * i) * mib, (1040 + 40 * i) * mib), **busy)
+            for i in range(6)
+        )
+    )
+    waits, grows, *_ = headline(run).split(". ")
+    assert waits.startswith("The run waited for a processor for 75 %")
+    assert grows.startswith("Memory of the process grows by 40 MB each call")
+
+
 def test_what_compiles_again_for_each_new_size_is_said_first() -> None:
     """Four heights of a compiled model: diffusers issue 11360."""
     firsts = (15.1, 13.5, 15.5, 17.6)

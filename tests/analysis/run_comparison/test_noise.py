@@ -127,7 +127,10 @@ def test_processors_that_are_all_in_use_make_times_not_comparable() -> None:
     host = HostFacts(cpu_count_logical=2)
     before = replace(beside_others(1.4, 2.7, 0.0, others_cpu_share=0.0), host=host)
     now = replace(beside_others(3.3, 4.4, 0.1, others_cpu_share=0.33), host=host)
-    assert "not comparable" in what_changed([now], [before]).headline
+    said = what_changed([now], [before]).headline
+    assert said.startswith(
+        "The times are not comparable: other programs used 33 % of the processor (before: 0 %)."
+    )
     many = replace(host, cpu_count_logical=64)
     on_many = [replace(side, host=many) for side in (before, now)]
     assert what_changed(on_many[1:], on_many[:1]).headline.startswith("2.36 × as long")
