@@ -85,6 +85,18 @@ def test_each_generation_that_is_slower_than_the_last_is_said() -> None:
     assert "Steps became slower from generation to generation" in first_sentence(headline(run))
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_pipeline_that_is_slower_when_it_is_used_again_says_so(count: int) -> None:
+    """diffusers 10705: the same call takes 8 minutes at first and 30 minutes from then on; steps lie in 30 each."""
+    run = series(*(generation(1800.0 * i, [60.0 if i else 16.0] * 30) for i in range(count)))
+    said = headline(run)
+    assert "Steps became slower after the first" in first_sentence(said)
+    assert "16.00 s in it, 60.00 s since" in said
+    assert "38.00 s" not in said
+    alike = series(*(generation(500.0 * i, [16.0 + i] * 30) for i in range(count)))
+    assert "became slower" not in headline(alike)
+
+
 def test_a_model_that_compiles_again_with_each_lora_is_said() -> None:
     """diffusers 9279: a compiled transformer at one size, another LoRA before each call."""
     firsts = (61.0, 58.0, 63.0)

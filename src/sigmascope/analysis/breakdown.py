@@ -7,7 +7,7 @@ outside all stages. `headline` says what went wrong, or else which row is the lo
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, median_low
 from typing import Final, Literal
 
 from sigmascope import units
@@ -548,9 +548,9 @@ def _step_in_words(row: TimeShare) -> str:
     """What a step took: the median, and the longest where it is far from that; never a mean that no step has."""
     if not row.step_seconds:  # folded
         return units.seconds(row.seconds / max(row.count, 1))
-    usual, longest = median(row.step_seconds), max(row.step_seconds)
+    usual, longest = median_low(row.step_seconds), max(row.step_seconds)
     if longest <= _LEAST_SPREAD * usual:
-        return units.seconds(usual)
+        return units.seconds(median(row.step_seconds))
     return f"{units.seconds(usual)} in the median, the longest {units.seconds(longest)}"
 
 

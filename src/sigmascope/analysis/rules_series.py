@@ -4,6 +4,7 @@ A generation alone does not show it: first steps that are slow again and again l
 creeps up from one generation to the next looks even within each.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
@@ -165,7 +166,10 @@ def slows_down(run: Run) -> Iterator[Seen]:
         by_work.setdefault(generation.work(), []).append(generation)
     for alike in by_work.values():
         usual = [one.usual for one in alike]
-        if len(alike) < _FEWEST_FOR_DRIFT or _waited(alike) > MUCH_WAITED:
+        if _waited(alike) > MUCH_WAITED:
+            continue
+        if len(alike) < _FEWEST_FOR_DRIFT:
+            yield from _slow_after_the_first(alike)
             continue
         slope = theil_sen(usual)
         grown = slope.value * (len(alike) - 1)
@@ -185,6 +189,31 @@ def slows_down(run: Run) -> Iterator[Seen]:
             "check the device's clocks and temperature.",
             stage=alike[0].stage.name,
         )
+
+
+def _slow_after_the_first(alike: Sequence[_Generation]) -> Iterator[Seen]:
+    """Few generations of the same work: each later one's usual step is far above every step of the first but its first."""
+    first, later = alike[0], alike[1:]
+    usual = median(one.usual for one in later) if later else 0.0
+    lost = sum((one.usual - first.usual) * len(one.stage.steps) for one in later)
+    is_much = first.usual > 0 and _LEAST_EXCESS_SECONDS <= lost < math.inf  # never of a clock that went wrong
+    if not later or not is_much:
+        return
+    if min(one.usual for one in later) < _LEAST_OUTLIER_RATIO * first.longest:
+        return
+    yield Seen(
+        message=f"Steps became slower after the first of {len(alike)} generations of the same work: {units.seconds(first.usual)} "
+        f"in it, {units.seconds(usual)} since ({usual / first.usual:.2f} × as long).",
+        evidence={
+            "generations": len(alike),
+            "first_seconds": first.usual,
+            "last_seconds": later[-1].usual,
+            "gain_seconds": lost,
+        },
+        advice="See whether memory of the device is full since then (what the first generation left in it), and whether "
+        "offloading, an adapter or a hook came in between.",
+        stage=first.stage.name,
+    )
 
 
 def _waited(generations: Sequence[_Generation]) -> float:

@@ -43,7 +43,7 @@ def test_what_compiles_again_for_each_new_size_is_said_first() -> None:
     assert "time.first_step_compiles" not in found(run)
     said = headline(run)
     assert said.startswith(told.message)
-    assert "16 steps of 19.5 ms in the median, the longest 17.60 s" in said
+    assert "16 steps of 19.0 ms in the median, the longest 17.60 s" in said
 
 
 def test_one_slow_first_step_is_a_warm_up_and_no_series() -> None:
