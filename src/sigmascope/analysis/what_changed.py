@@ -81,6 +81,7 @@ _LOAD: Final = (OTHERS_USED, FAULTS, READ, COLLECTED)
 """Entries that may change times, but no output."""
 _MOST_UNREAD: Final = 4
 _BEYOND: Final = "what your own code does between the pipeline's stages is not looked at"
+_DATA_WRITES: Final = "what was written through a weight's .data after it was first read"
 _MOST_CHANGE_OF_OWN: Final = 0.1
 
 
@@ -382,7 +383,9 @@ def _output_sentence(
     why = ", ".join(
         _in_words(name, recipe[name]) for name in causes[:3]
     ) or "nothing in the recipe explains it" + (
-        f"; not looked at: {', '.join(unread[:_MOST_UNREAD])}" if unread else f"; {_BEYOND}"
+        f"; not looked at: {', '.join((*unread[:_MOST_UNREAD], _DATA_WRITES))}"
+        if unread
+        else f"; {_BEYOND}, nor {_DATA_WRITES}"
     )
     return f"The outputs differ from the {tensor} of {stage} on: {why}."
 
