@@ -224,7 +224,10 @@ def _why_unread(patch: AppliedPatch, contents: Contents) -> str | None:
     if is_known and patch.adapter_type != "unknown" and None not in numbers:
         return None
     what, why = next(iter(patch.unavailable.items()), ("change", "cannot be read"))
-    return f"the {what} of a {patch.adapter_type} change of {patch.key}: {why}"
+    kind = {"unknown": "an unknown", "oft": "an OFT", "boft": "a BOFT"}.get(
+        patch.adapter_type, f"a {patch.adapter_type}"
+    )
+    return f"the {what} of {kind} change of {patch.key}: {why}"
 
 
 def _name(patch: AppliedPatch) -> tuple[Hashable, ...]:

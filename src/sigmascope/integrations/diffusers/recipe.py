@@ -246,19 +246,23 @@ _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})
 """Kinds that do nothing at scale 0."""
 
 
-_STANDING: Final = ("scaling", "r", "lora_alpha", "_active_adapter", "_disable_adapters", "merged_adapters")
-"""Where PEFT's layers keep what tells which adapters act and how strongly."""
+_WHICH_ACT: Final = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters"})
+"""Where PEFT's layers of every kind keep which adapters act."""
+_STANDING: Final = ("scaling", "r", "lora_alpha", *sorted(_WHICH_ACT))
+"""Where they keep that, and how strongly: HRA, BOFT, OFT and (IA)³ keep no scale."""
 
 
 def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
     """The facts of each adapter over all layers; those of the last time if every layer stands as it did then."""
     tree = tree_of(module)
     layers: list[int] = tree.derive(
-        "layers of adapters", lambda: [place for place, own in enumerate(tree.own) if "scaling" in own]
+        "layers of adapters",
+        lambda: [place for place, own in enumerate(tree.own) if "merged_adapters" in own],
     )
     standing = [tree.own[place].get(name) for place in layers for name in _STANDING]
     kept: list[Any] = tree.derive("adapters", list)
-    is_same = attempt(lambda: bool(kept) and None not in standing and kept[0] == standing)
+    tells = all(tree.own[place].keys() >= _WHICH_ACT for place in layers)
+    is_same = attempt(lambda: bool(kept) and tells and kept[0] == standing)
     if not is_same.value:
         adapters: dict[str, dict[str, Any]] = {}
         for place in layers:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from peft import get_peft_model_state_dict
@@ -19,6 +20,7 @@ import sigmascope
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.integrations.diffusers import pipeline_call
 from sigmascope.integrations.diffusers.arguments import other_arguments
+from sigmascope.integrations.diffusers.recipe import loras_of
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.probes.copies import Pending
@@ -214,6 +216,20 @@ def test_a_lora_that_was_off_before_the_watch_began_is_a_finding(
     found = {one.id: one.message for one in watched(pipeline).findings if one.id.startswith("lora_")}
     assert list(found) == ([] if finding is None else [finding])
     assert all(words in message for message in found.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("HRAConfig", {"r": 2}), ("IA3Config", {"feedforward_modules": []})]
+)
+def test_an_adapter_without_a_scale_that_is_off_is_a_finding(kind: str, options: dict[str, Any]) -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.unet.add_adapter(getattr(peft, kind)(target_modules=["to_q"], **options), "style")
+    facts = loras_of(pipeline)["unet.style"]
+    assert (facts["strength"], facts["active"]) == (None, facts["layers"])
+    pipeline.unet.disable_adapters()
+    assert loras_of(pipeline)["unet.style"]["active"] == 0
+    found = [one.id for one in watched(pipeline).findings if one.id.startswith("lora_")]
+    assert found == ["lora_disabled"]
 
 
 def test_a_call_that_scales_its_lora_to_zero_is_a_finding(tmp_path: Path, unwatched: Tensor) -> None:
