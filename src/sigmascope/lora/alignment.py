@@ -6,12 +6,14 @@ several LoRAs without their model. All of them leave the tensors in their files.
 If one side has a fused matrix and the other its parts, a change is divided or joined exactly (`divided`, `joined`). The
 rows of a fused matrix W = [W₁; W₂; …] are those of its parts. ΔW = up·down divides by the rows of `up`, all parts
 sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their ranks. LoHa, LoKr and
-Tucker changes are formed, and become whole differences of the parts or of the fused matrix.
+Tucker changes are formed, and become whole differences of the parts or of the fused matrix. OFT and HRA need the weights, and
+are divided or joined by their rows once these are there (`sigmascope.lora.kinds.fused`).
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Final
 
@@ -24,6 +26,8 @@ from sigmascope.lora.families import ModelLayout, Part, Row, UnetBlocks, row_of_
 from sigmascope.lora.families.unet import SDXL_BLOCKS
 from sigmascope.lora.file import LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import told_by_lora
+from sigmascope.lora.kinds import BaseChange
+from sigmascope.lora.kinds.fused import JoinedParts, PartOfFused
 from sigmascope.lora.layer_names import renamed
 from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.module_names import LayerIndex, ParsedNames, flat, parse_name, parse_names, redotted
@@ -33,6 +37,8 @@ _WEIGHT: Final = ".weight"
 _TEXT_MODEL: Final = "text_model."
 _FORMED: Final = frozenset({"loha", "lokr", "tucker", "diff"})
 """Kinds of changes that can be formed without the base, and so divided or joined."""
+_BY_ROWS: Final = frozenset({"oft", "hra"})
+"""Kinds that depend on the base and are divided or joined by their own rule (`kinds.fused`)."""
 _FLUX_MLP_RATIO = 4  # of the feed-forward part of FLUX' single blocks
 
 
@@ -142,12 +148,14 @@ class _Recipe:
         row: The fused matrix; None for a module that is taken as it is.
         parts: With several modules, or one that is to be joined: which part each is. Else the part wanted.
         joins: Whether the modules are the parts, and the layer the whole.
+        layers: The model's layers that are all parts of the fused matrix, where it is divided.
     """
 
     names: tuple[str, ...]
     row: Row | None = None
     parts: tuple[str, ...] = ()
     joins: bool = False
+    layers: tuple[str, ...] = ()
 
 
 def _fused_recipes(
@@ -157,15 +165,18 @@ def _fused_recipes(
     recipes: dict[str, _Recipe] = {}
     joins: defaultdict[str, list[tuple[str, str, Row]]] = defaultdict(list)
     for name in names:
-        if name not in lora.modules and lora.kind_of(name) not in _FORMED:
+        if name not in lora.modules and lora.kind_of(name) not in _FORMED | _BY_ROWS:
             continue
+        needs_base = name not in lora.modules and lora.kind_of(name) in _BY_ROWS
         for part, path, family in _candidates(name, layout):
             whole, single = row_of_original(family, path), row_of_diffusers(family, path)
             layers = [index.find(part, inner) for inner in whole.parts] if whole is not None else []
             target = None if single is None else index.find(part, single.original)
+            if needs_base and any(row is not None and row.swapped for row in (whole, single)):
+                continue  # halves of rows that change places: no rotation of one is one of the other
             if whole is not None and None not in layers:
                 recipes |= {
-                    str(layer): _Recipe((name,), whole, (inner,))
+                    str(layer): _Recipe((name,), whole, (inner,), layers=tuple(map(str, layers)))
                     for layer, inner in zip(layers, whole.parts, strict=True)
                 }
             elif single is not None and target is not None:
@@ -207,6 +218,8 @@ def _change_by_recipe(lora: LoraFile, recipe: _Recipe) -> WeightChange:
     """A change of another kind as it is, or as a whole difference where it is divided or joined."""
     if recipe.row is None:
         return lora.changes[recipe.names[0]]
+    if any(lora.kind_of(name) in _BY_ROWS for name in recipe.names):
+        return _by_rows(lora, recipe, recipe.row)
     formed = [form_delta(name, lora.change(name)).to(torch.float32) for name in recipe.names]
     row, (out, inner) = recipe.row, (len(formed[0]), prod(formed[0].shape[1:]))
     if row.swapped:
@@ -224,6 +237,21 @@ def _change_by_recipe(lora: LoraFile, recipe: _Recipe) -> WeightChange:
     return DiffChange({"diff": pieces[row.parts.index(recipe.parts[0])].clone()}, 1.0)
 
 
+def _by_rows(lora: LoraFile, recipe: _Recipe, row: Row) -> WeightChange:
+    """A change that needs the weight, of a part of a fused matrix or of the whole of it."""
+    changes = {name: lora.change(name) for name in recipe.names}
+    first = next(change for change in changes.values() if isinstance(change, BaseChange))
+    sizes = partial(part_sizes, row=row)
+    if recipe.joins:
+        numbered = {
+            row.parts.index(part): changes[name]
+            for part, name in zip(recipe.parts, recipe.names, strict=True)
+        }
+        return JoinedParts(first.parts, changes=numbered, sizes=sizes)
+    index = row.parts.index(recipe.parts[0])
+    return PartOfFused(first.parts, whole=first, layers=recipe.layers, index=index, sizes=sizes)
+
+
 def _factors_by_recipe(lora: LoraFile, recipe: _Recipe) -> LoraFactors:
     if recipe.row is None:
         return lora.modules[recipe.names[0]]
@@ -237,6 +265,9 @@ def _facts_by_recipe(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
     first = lora.facts_of(recipe.names[0])
     if recipe.row is None:
         return first
+    if any(lora.kind_of(name) in _BY_ROWS for name in recipe.names):
+        parameters = sum(lora.facts_of(name).parameters for name in recipe.names)
+        return ModuleFacts("oft", (), None, parameters)
     width, ranks = first.weight_shape[1:], [lora.rank_of(name) or 0 for name in recipe.names]
     if recipe.joins:
         sizes = {part: lora.shape_of(name)[0] for part, name in zip(recipe.parts, recipe.names, strict=True)}

@@ -18,7 +18,7 @@ from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
 from sigmascope.checkpoints.gguf import GgufCheckpoint
 from sigmascope.checkpoints.gguf_writer import GgufRewriter
 from sigmascope.checkpoints.rounding import Storage, recoded_rows
-from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
+from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import ChangedKeys, changed_keys
 from sigmascope.lora.arrival import Arrival, arrival_findings, together
@@ -623,8 +623,8 @@ def _delta(name: str, weight: Tensor, change: WeightedChange) -> Tensor:
         return change.change.delta(compute).view(weight.shape)
     try:
         return change.change.delta(weight.to(compute), compute).reshape(weight.shape)
-    except ModelMismatchError as error:
-        raise ModelMismatchError(f"{name}: {error.message}", hint=error.hint) from error
+    except (LoraFormatError, ModelMismatchError) as error:
+        raise type(error)(f"{name}: {error.message}", hint=error.hint) from error
 
 
 def _matrix(tensor: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from sigmascope.lora.file import (
 from sigmascope.lora.file_family import file_family, layout_as, nearest_family, told_by_lora
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
+from sigmascope.lora.kinds.fused import PartOfFused
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
 from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.module_names import ParsedNames, parse_names
@@ -327,14 +328,19 @@ class NamedLora:
         return next((key for key in (f"{layer}{_WEIGHT}", layer) if key in self.base), None)
 
     def change(self, name: str) -> WeightChange:
-        """A change as it is stored."""
-        return self.lora.changes[name]
+        """A change as it is stored, or the part of it that a layer has by itself."""
+        change = self.lora.changes[name]
+        shape = self.shapes.get(self.layers[name])
+        return change.shaped(shape) if isinstance(change, PartOfFused) and shape is not None else change
 
     def formed(self, name: str, key: str) -> DiffChange:
         """A change that depends on a tensor of the model, as a whole difference."""
         assert self.base is not None
         weight = self.base.tensor(key)
         change = self.change(name)
+        if isinstance(change, PartOfFused):
+            weights = [self.base.tensor(f"{layer}{_WEIGHT}") for layer in change.layers]
+            return DiffChange({"diff": change.delta_of_all(name, weights)})
         shaped = change.shaped(weight.shape) if isinstance(change, Adapter) else change
         return DiffChange({"diff": form_delta(name, shaped, weight)})
 

@@ -87,6 +87,20 @@ class BaseChange(Adapter):
         """The same change of a weight whose shape is known."""
         return replace(self, weight_shape=tuple(weight_shape))
 
+    @property
+    def outputs(self) -> int | None:
+        """How many rows the weight has, where the tensors tell that alone."""
+        return None
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "BaseChange | None":
+        """The change of some of the weight's rows by themselves; None if it depends on the others, or is not known to.
+
+        Args:
+            sizes: Of the parts that the rows fall into; empty where `outputs` is None.
+            index: Of the part wanted.
+        """
+        return None
+
     def require(self, fits: bool, what: str, weight: Tensor) -> None:
         """Refuse a weight of another shape.
 

@@ -4,6 +4,8 @@ W' = W·H₁·H₂ … Hᵣ with Hᵢ = I − 2·uᵢ·uᵢᵀ of the normalised
 columns are made orthogonal first.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,3 +36,7 @@ class HraChange(BaseChange):
         for vector in (vectors / torch.linalg.vector_norm(vectors, dim=0)).mT:
             changed = changed - 2.0 * torch.outer(changed @ vector, vector)
         return changed.reshape(base.shape) - base
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "HraChange":
+        """The same: each row is reflected by itself."""
+        return self

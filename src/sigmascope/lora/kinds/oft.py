@@ -13,6 +13,8 @@ LyCORIS and kohya train with ‖Q‖ limited to alpha · out over all blocks, an
 `use_cayley_neumann`, its default, cuts the transform's series off; `coft` limits each block's ‖Q‖.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import isqrt, prod, sqrt
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from sigmascope.lora.adapters import AdapterFacts, Shapes, require_parts, shapes_error
 from sigmascope.lora.kinds.base_change import BaseChange
+from sigmascope.lora.linalg import at_least_float32
 
 _SKEW_EPSILON = 1e-8  # the guard of LyCORIS and ComfyUI against a division by zero
 _PEFT_TERMS = 5  # PEFT's default for `num_cayley_neumann_terms`
@@ -61,6 +64,31 @@ class OftChange(BaseChange):
         change = turned_rows(base, rotations, 1.0)
         return rescaled(self, compute, base, change)
 
+    @property
+    def outputs(self) -> int:
+        """Blocks times their rows."""
+        return prod(self._blocks.shape[:2])
+
+    @property
+    def _blocks(self) -> Tensor:
+        return self.parts["oft_diag" if "oft_diag" in self.parts else "oft_blocks"]
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "OftChange | None":
+        """The blocks of these rows, with the limit that they have among all; None if a block has rows of two parts."""
+        blocks = self._blocks
+        first, size = sum(sizes[:index]), blocks.shape[1]
+        if first % size or sizes[index] % size:
+            return None
+        if "oft_blocks" in self.parts:
+            wide = self.part("oft_blocks", at_least_float32(blocks.dtype))
+            blocks = wide * _limited(wide - wide.mT, (self.alpha or 0.0) * self.outputs)
+        rows = slice(first, first + sizes[index])
+        parts = {name: part for name, part in self.parts.items() if name == "rescale"}
+        parts = {name: part.reshape(self.outputs, *part.shape[1:])[rows] for name, part in parts.items()}
+        name = "oft_diag" if "oft_diag" in self.parts else "oft_blocks"
+        parts[name] = blocks[first // size : rows.stop // size].clone()
+        return replace(self, parts=parts, alpha=None, weight_shape=())
+
 
 class SplitOftChange(BaseChange):
     """Rotations of the rows of each part of a fused matrix: `oft_blocks.0` and on, each with its own limit."""
@@ -88,6 +116,21 @@ class SplitOftChange(BaseChange):
                 for weight, blocks, limit in zip(torch.split(base, rows), parts, limits, strict=True)
             ]
         )
+
+    @property
+    def outputs(self) -> int:
+        """Of all parts."""
+        return sum(self._heights)
+
+    @property
+    def _heights(self) -> list[int]:
+        return [prod(self.parts[name].shape[:2]) for name in self.roles if name in self.parts]
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> OftChange | None:
+        """The part's own blocks and limit."""
+        if self._heights != list(sizes):
+            return None
+        return OftChange({"oft_blocks": self.parts[self.roles[index]]}, self.scale, alpha=self.alpha)
 
 
 class PeftOftChange(BaseChange):
@@ -119,6 +162,10 @@ class PeftOftChange(BaseChange):
         turned = columns.reshape(len(base), -1, size)
         whole: Tensor = torch.einsum("obk,bck->obc", turned, rotations.expand(turned.shape[1], -1, -1))
         return whole.reshape(base.shape) - base
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "PeftOftChange":
+        """The same: each row is turned by itself."""
+        return self
 
     def _rotations(self, skew: Float[Tensor, "k b b"]) -> Float[Tensor, "k b b"]:
         if self.setting("coft", False):
@@ -159,12 +206,16 @@ def cayley(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "...
         limit: The largest ‖Q‖ over all blocks; no limit if it is not above 0.
     """
     skew = blocks - blocks.mT
-    length = float(torch.linalg.vector_norm(skew)) + _SKEW_EPSILON
-    if 0.0 < limit < length:
-        skew = skew * (limit / length)
+    skew = skew * _limited(skew, limit)
     identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
     rotation: Tensor = torch.linalg.solve(identity - skew, identity + skew, left=False)
     return rotation
+
+
+def _limited(skew: Float[Tensor, "... b b"], limit: float) -> float:
+    """What a limit of ‖Q‖ multiplies Q by; 1 if it is not above 0."""
+    length = float(torch.linalg.vector_norm(skew)) + _SKEW_EPSILON
+    return limit / length if 0.0 < limit < length else 1.0
 
 
 def turned_rows(
