@@ -609,7 +609,8 @@ class LoraBranch(Generic[Factors]):
         branch = self._branch(layer, args[0] if args else kwargs["input"])
         if not compiling:
             alpha = self.strength.value * self.weight * self.factors.scale
-            return torch.add(output, branch.to(output.dtype), alpha=alpha)
+            # Rounded before the sum, as compiled code and PEFT do: in half precision the outputs are theirs to the bit.
+            return output + branch.to(output.dtype) * alpha
         wide = torch.promote_types(output.dtype, torch.float32)
         scale = (self.strength.tensor * self.tensor).to(output.device, wide)
         return torch.where(scale == 0.0, output, output + branch.to(output.dtype) * scale)

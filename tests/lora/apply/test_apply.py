@@ -213,6 +213,25 @@ def test_pefts_own_layers_give_the_same_output(model: SmallNet, image: Tensor) -
         torch.testing.assert_close(model(image), wrapped(image))
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_in_bfloat16_the_output_is_pefts_to_the_bit(is_compiled: bool) -> None:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 16)).bfloat16()
+    x = torch.randn(7, 24, dtype=torch.bfloat16)
+    config = LoraConfig(r=4, lora_alpha=5, target_modules=["0", "2"], init_lora_weights=False)
+    wrapped = get_peft_model(deepcopy(net), config, autocast_adapter_dtype=False).eval()
+    modules = {}
+    for name in ("0", "2"):
+        layer = wrapped.base_model.model.get_submodule(name)
+        up, down = layer.lora_B["default"].weight.detach(), layer.lora_A["default"].weight.detach()
+        assert up.dtype == torch.bfloat16
+        modules[name] = LoraFactors(up, down, 5.0, (len(up), down.shape[1]))
+    with torch.no_grad(), attach_lora(net, LoraFile(modules)):
+        run: Any = torch.compile(net, backend="eager", fullgraph=True) if is_compiled else net
+        theirs: Any = torch.compile(wrapped, backend="eager") if is_compiled else wrapped
+        assert torch.equal(run(x), theirs(x))
+
+
 def test_a_part_of_the_model_takes_keys_with_the_whole_models_prefix(
     model: SmallNet, make_lora: MakeLora, image: Tensor
 ) -> None:
