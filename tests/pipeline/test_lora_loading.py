@@ -5,23 +5,29 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.lora.reported_layouts import Layout
 from torch import Tensor
 
 import sigmascope
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora import loadable
+from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.families.known import FAMILIES
-from sigmascope.lora.loadable import stated_loads
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.fit import FittedLora, save_fitted
+from sigmascope.lora.loadable import WrittenLoads, stated_loads
+from sigmascope.lora.reader import load_lora
 from sigmascope.pipeline import lora_loading
 from sigmascope.pipeline.lora_loading import (
     held_to_installed,
     is_worth_asking,
     loads_of_written,
     reading_of_installed,
+    save_lora,
 )
 
 State = dict[str, Tensor]
@@ -233,3 +239,38 @@ def test_a_text_encoder_that_diffusers_cannot_read_is_told(tmp_path: Path) -> No
     reading = reading_of_installed(written(kohya_sdxl(only_queries), tmp_path, "sdxl"))
     assert "ValueError" in (reading.reason or "")
     assert reading.in_words == "0 of 1 and text encoder 0 of 1"
+
+
+def by_saving(folder: Path, state: State) -> WrittenLoads | None:
+    lora = load_lora(written(state, folder, "flux"))
+    layout = ModelLayout("flux", "diffusers", {"denoiser": START})
+    return save_lora(folder / "made.safetensors", lora, format="peft", layout=layout)
+
+
+def by_fitting(folder: Path, state: State) -> WrittenLoads | None:
+    def fit(lora: LoraFile) -> FittedLora:
+        return FittedLora(lora, before=1.0, after=0.5, held_out=1, calls=1, steps=1, seconds=0.0)
+
+    with held_to_installed():
+        return save_fitted(written(state, folder, "flux"), folder / "made.safetensors", fit).loads
+
+
+@pytest.mark.parametrize("write", [by_saving, by_fitting])
+def test_what_is_written_says_what_takes_it(
+    write: Callable[[Path, State], WrittenLoads | None], tmp_path: Path
+) -> None:
+    """The modules are counted in the file by its own keys."""
+    torch.manual_seed(0)
+    state = sound("flux")
+    names = sorted({key.removeprefix(START).partition(".lora_")[0] for key in state})
+    loads = write(tmp_path, state)
+    count = sum("lora_A" in key for key in load_file(tmp_path / "made.safetensors"))
+    assert loads is not None
+    assert count == len(names)
+    assert loads.stated.family == "flux"
+    assert {name: (one.taken, one.modules) for name, one in loads.stated.hosts.items()} == {
+        "diffusers": (count, count),
+        "comfyui": (count, count),
+    }
+    assert (loads.installed.taken, loads.installed.modules) == (count, count)
+    assert loads.installed.version == diffusers.__version__
