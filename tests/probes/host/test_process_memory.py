@@ -61,9 +61,9 @@ def test_a_forked_child_reads_its_own() -> None:
 
 @linux
 def test_once_others_have_closed_the_file_psutil_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "_statm_files", {})
+    monkeypatch.setattr(memory_module._statm, "numbers", {})
     known_rss()
-    os.close(memory_module._statm_files[os.getpid()])
+    os.close(memory_module._statm.numbers[os.getpid()])
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert all(known_rss() > MIB for _ in range(5))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -73,9 +73,9 @@ def test_once_others_have_closed_the_file_psutil_is_asked(monkeypatch: pytest.Mo
 def test_a_number_that_became_another_file_is_noticed_and_not_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_module, "_statm_files", {})
+    monkeypatch.setattr(memory_module._statm, "numbers", {})
     known_rss()
-    number = memory_module._statm_files[os.getpid()]
+    number = memory_module._statm.numbers[os.getpid()]
     (tmp_path / "other").write_text("not numbers")
     with (tmp_path / "other").open() as other:
         os.dup2(other.fileno(), number)
@@ -85,7 +85,7 @@ def test_a_number_that_became_another_file_is_noticed_and_not_closed(
 
 
 def test_elsewhere_psutil_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "_HAS_STATM", False)
+    monkeypatch.setattr(memory_module, "_HAS_PROC", False)
     assert process_rss_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.02)
 
 
@@ -93,7 +93,7 @@ def test_a_failure_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: object) -> None:
         raise psutil.AccessDenied(1)
 
-    monkeypatch.setattr(memory_module, "_HAS_STATM", False)
+    monkeypatch.setattr(memory_module, "_HAS_PROC", False)
     monkeypatch.setattr(psutil, "Process", fail)
     monkeypatch.setattr(psutil, "virtual_memory", fail)
     assert process_rss_bytes() is None
@@ -109,10 +109,31 @@ def test_a_failure_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_system_memory_is_psutils() -> None:
-    memory = system_memory()
-    assert memory.ram_total_bytes == psutil.virtual_memory().total
-    assert memory.ram_available_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+@pytest.mark.parametrize("has_proc", [True, False])
+def test_system_memory_is_psutils(has_proc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "_HAS_PROC", has_proc and memory_module._HAS_PROC)
+    memory, expected = system_memory(), psutil.virtual_memory()
+    assert memory.ram_total_bytes == expected.total
+    assert memory.ram_available_bytes == pytest.approx(expected.available, rel=0.2)
+    assert memory.ram_used_bytes == pytest.approx(expected.used, rel=0.2)
+
+
+@linux
+@pytest.mark.parametrize(
+    "meminfo",
+    [
+        pytest.param(b"MemTotal: 64 kB\nMemFree: 32 kB\n", id="a kernel that does not say what is available"),
+        pytest.param(b"MemTotal: 64 kB\nMemAvailable: 0 kB\n", id="0 is a fault of the kernel"),
+        pytest.param(b"MemTotal: 64 kB\nMemAvailable: 96 kB\n", id="the host's in a container"),
+    ],
+)
+def test_where_the_systems_figures_make_no_sense_psutil_is_asked(
+    meminfo: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_bytes(meminfo)
+    monkeypatch.setattr(memory_module, "_meminfo", memory_module._OpenFile(str(tmp_path / "meminfo")))
+    assert system_memory().ram_total_bytes == psutil.virtual_memory().total
+    assert memory_module._meminfo.numbers[os.getpid()] == -1
 
 
 def test_a_snapshot_without_accelerator_says_why() -> None:
