@@ -27,6 +27,8 @@ _ALSO_NOT_NEEDED = (
     "simpleeval",
     "blake3",
 )
+_KERNELS = "comfy_kitchen"
+"""ComfyUI 0.33 does without its types and its fp8 rounding where it is not installed, but asks it for attention."""
 
 
 class Anything(ModuleType):
@@ -46,12 +48,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] in _NOT_NEEDED + _ALSO_NOT_NEEDED:
+        if name == _KERNELS or name.partition(".")[0] in _NOT_NEEDED + _ALSO_NOT_NEEDED:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return Anything(spec.name)
+        if spec.name != _KERNELS:
+            return Anything(spec.name)
+        kernels = ModuleType(_KERNELS)
+        vars(kernels)["int8_attention_is_available"] = lambda: False
+        return kernels
 
     def exec_module(self, module: ModuleType) -> None:
         pass
