@@ -609,6 +609,12 @@ class LiveStage:
         """When the stage that was entered last began, on the recorder's clock."""
         return self._scope.started_ns
 
+    @property
+    def seconds(self) -> float:
+        """How long the stage that was entered last took; while it is open, up to now."""
+        ended_ns = self._scope.ended_ns
+        return ((self._recorder.clock() if ended_ns is None else ended_ns) - self.started_ns) / 1e9
+
     def record(self) -> Stage:
         """Return what is known of the stage that was entered last, on a clock that begins with it."""
         return self._scope.freeze(self.started_ns)

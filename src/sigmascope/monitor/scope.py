@@ -13,7 +13,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from functools import cache
 from time import process_time_ns
 from typing import Final, NamedTuple
@@ -36,7 +36,7 @@ from sigmascope.probes import (
 from sigmascope.probes.accelerators import AcceleratorEvent, why_no_devices
 from sigmascope.probes.processor import ProcessorMoment, processor_moment, processor_use
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
-from sigmascope.records.performance import MEMORY_OVER_TIME, PROCESSOR, UTILIZATION
+from sigmascope.records.performance import MEMORY_OVER_TIME, PROCESSOR, UTILIZATION, ProcessorUse
 from sigmascope.records.run import (
     DEVICE_SECONDS,
     STAGES,
@@ -82,6 +82,8 @@ StepListener = Callable[[str, int, int], None]
 """Called with a stage's name, and when its step began and ended in nanoseconds of the recorder's clock."""
 Clock = Callable[[], int]
 """Monotonic nanoseconds."""
+_PROCESSOR_FIELDS: Final = tuple(field.name for field in fields(ProcessorUse))
+"""All of them are numbers: no need of `asdict`, which costs more than all else of it."""
 _host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
 """What `facts_of_host` has read, by the accelerator object's id."""
 
@@ -204,7 +206,9 @@ class Scope:
             reason = ENDED_BEFORE if self._is_ended_before else STILL_OPEN
             return {}, {PROCESSOR: self.instruments.guard.reasons.get(PROCESSOR, reason)}
         use, why_not = processor_use(self._processor[0], self._processor[-1])
-        return {PROCESSOR: asdict(use)}, {f"{PROCESSOR}.{name}": why for name, why in why_not.items()}
+        return {PROCESSOR: {name: getattr(use, name) for name in _PROCESSOR_FIELDS}}, {
+            f"{PROCESSOR}.{name}": why for name, why in why_not.items()
+        }
 
     def _end_on_device(self) -> None:
         instruments, edges, began = self.instruments, self._edges, self._began
@@ -309,6 +313,8 @@ class Scope:
         )
 
     def _steps(self, started_ns: int) -> Steps:
+        if not len(self.columns):
+            return Steps()
         self.instruments.resolve(self.columns.timings)
         return self.columns.freeze(started_ns, self.instruments.step_reasons())
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -334,8 +334,10 @@ def memory_snapshot(accelerator: Accelerator | None = None) -> MemorySnapshot:
     devices = accelerator.devices()
     if not devices:
         unavailable["accelerators"] = why_no_devices(accelerator)
-    return replace(
-        system,
+    return MemorySnapshot(
+        ram_total_bytes=system.ram_total_bytes,
+        ram_used_bytes=system.ram_used_bytes,
+        ram_available_bytes=system.ram_available_bytes,
         process_rss_bytes=rss.value,
         accelerators=tuple(accelerator.memory(device) for device in devices),
         current_device=accelerator.current_device(),

@@ -13,7 +13,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -73,10 +73,14 @@ def attempt(read: Callable[[], T]) -> Reading[T]:
 _KEEPS_WORDS: ContextVar[bool] = ContextVar("sigmascope_keeps_words", default=True)
 
 
-@contextmanager
-def keeping_words(kept: bool) -> Iterator[None]:
+def keeping_words(kept: bool) -> AbstractContextManager[None]:
     """Keep the words of exceptions within the block, or drop them. A block around it that drops them wins."""
-    token = _KEEPS_WORDS.set(kept and _KEEPS_WORDS.get())
+    return nullcontext() if kept else _dropping_words()
+
+
+@contextmanager
+def _dropping_words() -> Iterator[None]:
+    token = _KEEPS_WORDS.set(False)
     try:
         yield
     finally:

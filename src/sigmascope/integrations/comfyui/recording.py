@@ -116,10 +116,9 @@ class PromptRecording:
         node.facts[NODE] = {"id": node_id, "class_type": class_type, "title": title, "parent": parent_id}
         self.nodes[node_id] = node
         context.run(node.stage.__enter__)
-        self.step_begins(node)
 
     def step_begins(self, node: NodeWatch) -> None:
-        """From now on time counts for the node's next step; one that had begun is not counted."""
+        """From now on time counts for the sampler's next step; one that had begun is not counted."""
         if node.ended_ns is None:
             self._drop_step(node)
             node.step = self.recorder.step()
@@ -174,7 +173,7 @@ class PromptRecording:
 
     def seconds_of_no_node(self) -> float:
         """What of the prompt passed while no node was open: queue of the graph, caches, and this watch itself."""
-        whole = self._stage.record().seconds
+        whole = self._stage.seconds
         covered, until = 0, 0
         for node in sorted(self.nodes.values(), key=lambda node: node.stage.started_ns):
             ended_ns = node.ended_ns or node.stage.started_ns
@@ -185,7 +184,7 @@ class PromptRecording:
     def table(self) -> list[dict[str, Any]]:
         """Every node of the graph, and those expanded, with what became of it, in the order of their starts."""
         ran = [
-            {**node.facts[NODE], "state": node.state, "seconds": node.stage.record().seconds}
+            {**node.facts[NODE], "state": node.state, "seconds": node.stage.seconds}
             for node in self.nodes.values()
         ]
         others = [

@@ -34,11 +34,7 @@ class Earlier:
         now = _Prompt(
             prompt.prompt_id,
             values,
-            {
-                node.id: node.stage.record().seconds
-                for node in prompt.nodes.values()
-                if node.ended_ns is not None
-            },
+            {node.id: node.stage.seconds for node in prompt.nodes.values() if node.ended_ns is not None},
             any(
                 file["from"] == "disk"
                 for node in prompt.nodes.values()

@@ -8,9 +8,8 @@ not: it switches the instrument off, and the host's function goes on alone.
 import functools
 import inspect
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.imports import without_this_frame
@@ -32,20 +31,19 @@ class Part(Protocol):
         """Switch off."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a function of the host."""
+class Call(NamedTuple):
+    """One call of a function of the host: what it was given, and the places of its parameters."""
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
-    parameters: tuple[str, ...]
+    places: Mapping[str, int]
 
     def get(self, name: str) -> Any:
         """An argument by its name; None: it was not given, or the function knows no such parameter."""
         if name in self.named:
             return self.named[name]
-        at = self.parameters.index(name) if name in self.parameters else len(self.arguments)
-        return self.arguments[at] if at < len(self.arguments) else None
+        at = self.places.get(name)
+        return self.arguments[at] if at is not None and at < len(self.arguments) else None
 
 
 Before = Callable[[Call], Any]
@@ -70,7 +68,7 @@ class Wrap:
         self.owner, self.name, self.part = need.owner(), need.own_name, part
         self._before, self._after = before, after
         self.original = vars(self.owner)[self.name]
-        self._parameters = tuple(inspect.signature(self.original).parameters)
+        self._places = {name: at for at, name in enumerate(inspect.signature(self.original).parameters)}
         wrapper = self._asynchronous() if inspect.iscoroutinefunction(self.original) else self._synchronous()
         setattr(wrapper, _OURS, self)
         self._wrapper: Any = wrapper
@@ -93,11 +91,12 @@ class Wrap:
     def _begin(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call | None, Any]:
         if not self.part.works or (self._before is None and self._after is None):
             return None, None
-        began, known = time.perf_counter_ns(), None
-        call = Call(arguments, named, self._parameters)
+        call = Call(arguments, named, self._places)
+        if self._before is None:
+            return call, None
+        began = time.perf_counter_ns()
         try:
-            if self._before is not None:
-                known = self._before(call)
+            known = self._before(call)
         except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host
             self.part.failed(failure)
             return None, None
