@@ -1,0 +1,106 @@
+"""What the watch of ComfyUI costs its server: processor time a node and a sampling step, of our own code.
+
+    PYTHONPATH=. python benchmarks/comfyui_cost.py [--count 500] [--repeats 5]
+
+A stand-in of the server runs a prompt of many nodes that do nothing, then a prompt of one sampler with many steps, with
+and without the watch. The difference is told, the least of the repeats. Nodes hand on a text; those with a latent have the
+look for NaN beside that, which is a row of its own. Writing records happens on another thread and is not in it.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.integrations.comfyui.host import Graph, Host, Node, latent
+
+from sigmascope.integrations.comfyui.session import Session
+
+Make = Callable[[int, str], Graph]
+
+
+def a_host() -> Host:
+    """The stand-in, with nodes that hand on what they get, and one that tells of steps."""
+    host = Host()
+    sys.modules.update(host.modules)
+
+    def sample(latent_image: Any, steps: int, **_: Any) -> Any:
+        assert host.here is not None
+        for step in range(steps):
+            host.registry.tell("update_handler", host.here.node_id, step + 1, steps)
+        return (latent_image,)
+
+    host.nodes = {
+        "Text": Node(("STRING",), lambda x: (x,)),
+        "Empty": Node(("LATENT",), lambda x: (latent(),)),
+        "Latent": Node(("LATENT",), lambda x: (x,)),
+        "Sampler": Node(("LATENT",), sample),
+    }
+    return host
+
+
+def texts(count: int, seed: str) -> Graph:
+    """A chain of nodes that hand on a text."""
+    return {
+        str(node): {"class_type": "Text", "inputs": {"x": [str(node - 1), 0] if node else seed}}
+        for node in range(count)
+    }
+
+
+def latents(count: int, seed: str) -> Graph:
+    """A chain of nodes that hand on a latent."""
+    return {
+        str(node): {
+            "class_type": "Latent" if node else "Empty",
+            "inputs": {"x": [str(node - 1), 0] if node else seed},
+        }
+        for node in range(count)
+    }
+
+
+def steps(count: int, seed: str) -> Graph:
+    """One sampler."""
+    inputs = {"latent_image": seed, "steps": count, "sampler_name": "euler"}
+    return {"0": {"class_type": "Sampler", "inputs": inputs}}
+
+
+def microseconds(host: Host, make: Make, count: int, repeats: int) -> float:
+    """Processor time of this thread for each node or step, the least of the repeats."""
+    taken = []
+    for repeat in range(repeats + 1):
+        host.cache.clear()
+        graph = make(count, str(repeat))
+        began = time.thread_time_ns()
+        host.prompt(graph)
+        taken.append(time.thread_time_ns() - began)
+    return min(taken[1:]) / count / 1e3
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=500, help="nodes and steps of a prompt")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable()
+    host, session = a_host(), Session(None)
+    ways: dict[str, Make] = {
+        "a node": texts,
+        "a node, with the look for NaN": latents,
+        "a sampling step": steps,
+    }
+    bare = {name: microseconds(host, make, options.count, options.repeats) for name, make in ways.items()}
+    session.start()
+    print(f"{'µs of processor time':32} {'bare':>8} {'watched':>8} {'the watch':>10}")
+    for name, make in ways.items():
+        watched = microseconds(host, make, options.count, options.repeats)
+        print(f"{name:32} {bare[name]:8.1f} {watched:8.1f} {watched - bare[name]:10.1f}")
+    session.stop()
+
+
+if __name__ == "__main__":
+    main()
