@@ -1,6 +1,7 @@
 """Generations of one run, judged as a series, on records with the figures of public reports."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from tests.analysis.series import found, generation, series
@@ -11,7 +12,7 @@ from sigmascope.records.run import Run
 
 def test_waiting_for_a_processor_hides_no_memory_that_stays() -> None:
     mib = 2**20
-    busy = {"waited_seconds": 1.5, "throttled_seconds": 0.0}
+    busy: dict[str, Any] = {"waited_seconds": 1.5, "throttled_seconds": 0.0}
     run = series(
         *(
             generation(2.0 * i, [0.475] * 4, rss=((1000 + 40 * i) * mib, (1040 + 40 * i) * mib), **busy)

@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import replace
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
