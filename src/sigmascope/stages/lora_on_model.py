@@ -175,11 +175,12 @@ def _judge_applied(
         for patch in applied.patches
     ]
     verdict = judge_applied(path, patches, modules or None)
-    left_out = [module for module in verdict.missing if (clip if _is_for_text(module.name) else unet) is None]
+    left_out = [module for module in verdict.missing if (clip if is_for_text(module.name) else unet) is None]
     return _without(verdict, left_out) if modules else verdict
 
 
-def _is_for_text(name: str) -> bool:
+def is_for_text(name: str) -> bool:
+    """Whether a module of a file, by its name, is a text encoder's."""
     return any(part.startswith("text_encoder") for part in parse_name(name).parts)
 
 

@@ -217,6 +217,32 @@ def test_a_lora_is_judged_by_the_weights(server: Server) -> None:
     assert (other["effective"], other["modules_used"], other["modules"]) == (False, 0, 1)
 
 
+@pytest.mark.parametrize(
+    ("lora", "kind", "used", "of", "says"),
+    [
+        ("text", "", 12, 12, "it changes the text encoder only"),
+        ("text", "model only", 0, 12, "a text encoder that was not given"),
+        ("text", "not wired", 0, 12, "no node takes the text encoder"),
+        ("flux", "", 0, 19, "the file is for FLUX by its names, the model is Stable Diffusion 1.5"),
+        ("half", "", 3, 7, "4 of the file's 7 modules are not on the model"),
+        ("zeros", "", 0, 7, "all its changes are zero"),
+    ],
+)
+def test_a_lora_that_does_nothing_or_half_is_told_by_kind(
+    server: Server, lora: str, kind: str, used: int, of: int, says: str
+) -> None:
+    nodes = graph(lora=lora, seed=5)
+    if kind:
+        nodes["3"]["inputs"]["clip"] = ["1", 1]
+    if kind == "model only":
+        nodes["2"]["class_type"] = "LoraLoaderModelOnly"
+        del nodes["2"]["inputs"]["clip"], nodes["2"]["inputs"]["strength_clip"]
+    (verdict,) = node(server.run(nodes), "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (used > 0, used, of)
+    assert f"{used} of {of} modules used" in verdict["says"]
+    assert says in verdict["says"]
+
+
 def test_what_is_planted_is_found_where_it_was_planted(server: Server) -> None:
     server.run(graph())
     again = server.run(graph())

@@ -6,6 +6,7 @@ import torch
 from tests.integrations.comfyui.conftest import Watch
 from tests.integrations.comfyui.host import Host, Interrupted, Node, latent
 
+from sigmascope.integrations.comfyui.lora import use_of
 from sigmascope.records.run import Run, Stage
 
 SETTINGS = {"sampler_name": "euler", "scheduler": "normal", "steps": 3, "cfg": 5.0, "seed": 7, "denoise": 0.5}
@@ -136,6 +137,32 @@ def test_a_lora_s_keys_and_patches_are_counted(watch: Watch, host: Host) -> None
     assert nodes(run)["4"].facts["lora"] == [{"keys": 3, "patches": 1}]
     (verdict,) = nodes(run)["4"].facts["lora_verdicts"]
     assert verdict["effective"] is None
+
+
+UNET, TEXT = "lora_unet_mid_block_attentions_0_proj_in", "lora_te_text_model_encoder_layers_0_mlp_fc1"
+
+
+@pytest.mark.parametrize(
+    ("acts", "effective", "nowhere", "expected"),
+    [
+        pytest.param({UNET: True, TEXT: True}, True, set(), (True, 2, None), id="all of it"),
+        pytest.param({UNET: True, TEXT: False}, True, set(), (True, 1, None), id="strength_clip 0"),
+        pytest.param({UNET: True}, False, set(), (False, 0, None), id="zeros"),
+        pytest.param({TEXT: True}, True, set(), (True, 1, "text encoder only"), id="text encoder only"),
+        pytest.param({TEXT: True}, True, {"text encoder"}, (False, 0, "no node takes"), id="not wired"),
+        pytest.param(
+            {UNET: True, TEXT: True}, True, {"text encoder"}, (True, 1, "the text encoder"), id="half wired"
+        ),
+        pytest.param({UNET: True}, True, {"text encoder"}, (True, 1, None), id="nothing lost"),
+    ],
+)
+def test_only_modules_that_act_on_what_the_prompt_takes_are_used(
+    acts: dict[str, bool], effective: bool, nowhere: set[str], expected: tuple[bool, int, str | None]
+) -> None:
+    modules = [{"name": name, "acts": does} for name, does in acts.items()]
+    said = use_of(modules, {"effective": effective, "why": None}, frozenset(nowhere), has_denoiser=True)
+    assert (said["effective"], said["modules_used"], said["modules"]) == (*expected[:2], len(acts))
+    assert said["why"] is None if expected[2] is None else expected[2] in said["why"]
 
 
 def test_outputs_are_those_of_the_bare_host(watch: Watch, host: Host) -> None:

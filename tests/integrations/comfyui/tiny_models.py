@@ -81,6 +81,24 @@ def make(base: Path) -> None:
     save_file(lora(layers), base / "models" / "loras" / "good.safetensors")
     missing = {"lora_unet_no_such_block": next(iter(layers.values()))}
     save_file(lora(missing), base / "models" / "loras" / "other.safetensors")
+    good = lora(layers)
+    half = dict.fromkeys(list(layers)[: len(layers) // 2])
+    text = {
+        f"lora_te_text_model_encoder_layers_{block}_self_attn_q_proj": torch.empty(768, 768)
+        for block in range(12)
+    }
+    flux = {f"lora_unet_double_blocks_{block}_img_attn_proj": torch.empty(3072, 3072) for block in range(19)}
+    kinds = {
+        "zeros": {name: tensor * (not name.endswith("up.weight")) for name, tensor in good.items()},
+        "half": {
+            name if name.partition(".")[0] in half else name.replace("lora_unet_", "lora_unet_no_"): tensor
+            for name, tensor in good.items()
+        },
+        "text": lora(text),
+        "flux": lora(flux),
+    }
+    for kind, tensors in kinds.items():
+        save_file(tensors, base / "models" / "loras" / f"{kind}.safetensors")
     print(len(layers))  # noqa: T201 - for the test that started this
 
 

@@ -6,7 +6,8 @@ merged what it merges: by then the weights that the sampler used are there to be
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from sigmascope.integrations.comfyui.instruments import Instrument
@@ -19,6 +20,7 @@ from sigmascope.stages.lora_application import (
     capture_lora_baseline,
     in_short,
 )
+from sigmascope.stages.lora_on_model import is_for_text
 from sigmascope.units import counted
 
 LORA: Final = "lora"
@@ -26,6 +28,8 @@ LORA: Final = "lora"
 VERDICTS: Final = "lora_verdicts"
 """The fact of a node's stage: whether the LoRA did anything, and why not."""
 _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at all"
+_KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
+"""What a LoRA changes, by the kind of output that has it."""
 _GONE: Final = "the models were gone when the prompt ended"
 
 
@@ -34,6 +38,7 @@ class _Application(NamedTuple):
     models: Mapping[str, Callable[[], Any]]
     path: str | None
     name: str
+    leads_nowhere: frozenset[str]
 
 
 class Lora(Instrument):
@@ -66,7 +71,7 @@ class Lora(Instrument):
         prompt = self.session.prompt_of(call.get("prompt_id"))
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
         inputs = call.get("input_data_all")
-        if node is None or error is not None or not isinstance(inputs, Mapping):
+        if prompt is None or node is None or error is not None or not isinstance(inputs, Mapping):
             return
         name = first_of(inputs.get("lora_name"))
         if LORA not in node.facts and name is None:
@@ -81,7 +86,9 @@ class Lora(Instrument):
         }
         kept = {what: weakref.ref(model) for what, model in models.items() if model is not None}
         shown = name if isinstance(name, str) else "(unnamed)"
-        self._applied.append(_Application(node, kept, _path(name), shown))
+        self._applied.append(
+            _Application(node, kept, _path(name), shown, _leads_nowhere(prompt, node, kinds))
+        )
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's loader nodes."""
@@ -93,7 +100,7 @@ class Lora(Instrument):
             elif not models.keys() & {"unet", "clip"}:
                 verdict = {"effective": None, "reason": _NO_MODEL}
             else:
-                verdict, analysis = _judge(models, one.path)
+                verdict, analysis = _judge(models, one.path, one.leads_nowhere)
                 own = one.node.facts.setdefault(one.node.class_type, {})
                 analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
                 own.update(analysis)
@@ -109,22 +116,80 @@ def _path(name: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _judge(models: Mapping[str, Any], path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _leads_nowhere(prompt: PromptRecording, node: NodeWatch, kinds: Sequence[Any]) -> frozenset[str]:
+    """What of the models that a node of the posted graph gives goes to no other node."""
+    if node.id not in prompt.graph:
+        return frozenset()
+    taken = {
+        (str(link[0]), link[1])
+        for taker in prompt.graph
+        for link in (prompt.info(taker).get("inputs") or {}).values()
+        if isinstance(link, list) and len(link) == 2
+    }
+    return frozenset(
+        _KINDS[kind]
+        for slot, kind in enumerate(map(str, kinds))
+        if kind in _KINDS and (node.id, slot) not in taken
+    )
+
+
+def _judge(
+    models: Mapping[str, Any], path: str | None, leads_nowhere: frozenset[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The verdict in short, and the analysis that it is taken from."""
     keys: Literal["lora", "none"] = "lora" if path else "none"
     baseline = capture_lora_baseline(models.get("unet before"), models.get("clip before"), path, keys=keys)
     unet, clip = models.get("unet"), models.get("clip")
     analysis = analyze_lora_application_results(baseline, unet, clip, (unet, clip))
-    there = analysis["applied_verdict"] or {}
     verdict = {
         "effective": analysis["effective"],
         "reason": analysis["unavailable"].get("effective"),
-        "modules_used": there.get("modules_there"),
-        "modules": there.get("total_modules"),
+        "modules_used": None,
+        "modules": None,
         "seconds": analysis["analysis_seconds"],
         "why": next((finding["message"] for finding in _gravest(analysis)), None),
     }
+    there = analysis["applied_verdict"]
+    if there and there["error"] is None:
+        verdict |= use_of(there["modules"], verdict, leads_nowhere, has_denoiser=unet is not None)
+        left_out = [one["evidence"] for one in analysis["findings"] if one["id"] == "lora_part_left_out"]
+        if left_out:
+            verdict["modules"] = left_out[0]["modules"]
     return verdict, in_short(analysis)
+
+
+def use_of(
+    modules: Sequence[Mapping[str, Any]],
+    verdict: Mapping[str, Any],
+    leads_nowhere: frozenset[str],
+    *,
+    has_denoiser: bool,
+) -> dict[str, Any]:
+    """What a verdict says of the modules of a file: how many act on weights that the prompt takes.
+
+    Args:
+        modules: As `AppliedModule.as_dict` gives them.
+        verdict: What the weights say: `effective`, and `why`.
+        leads_nowhere: "denoiser" or "text encoder", where the loader gives it to no other node.
+        has_denoiser: Whether the loader gives one.
+    """
+    acting = Counter(
+        "text encoder" if is_for_text(module["name"]) else "denoiser" for module in modules if module["acts"]
+    )
+    lost = [part for part in acting if part in leads_nowhere]
+    used = sum(count for part, count in acting.items() if part not in lost)
+    effective, why = verdict["effective"], verdict["why"]
+    if effective and lost:
+        effective = used > 0
+        why = f"no node takes the {' and the '.join(lost)} that the loader gives"
+    elif effective and has_denoiser and acting["text encoder"] and not acting["denoiser"]:
+        why = why or "it changes the text encoder only"
+    return {
+        "effective": effective,
+        "why": why,
+        "modules_used": 0 if effective is False else used,
+        "modules": len(modules),
+    }
 
 
 def _gravest(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
