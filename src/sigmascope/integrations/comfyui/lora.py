@@ -149,12 +149,12 @@ def _judge(
         "seconds": analysis["analysis_seconds"],
         "why": next((finding["message"] for finding in _gravest(analysis)), None),
     }
-    there = analysis["applied_verdict"]
-    if there and there["error"] is None:
-        verdict |= use_of(there["modules"], verdict, leads_nowhere, has_denoiser=unet is not None)
-        left_out = [one["evidence"] for one in analysis["findings"] if one["id"] == "lora_part_left_out"]
-        if left_out:
-            verdict["modules"] = left_out[0]["modules"]
+    modules = (analysis["applied_verdict"] or {}).get("modules", ())
+    left_out = [one["evidence"] for one in analysis["findings"] if one["id"] == "lora_part_left_out"]
+    if modules or left_out:
+        verdict |= use_of(modules, verdict, leads_nowhere, has_denoiser=unet is not None)
+    if left_out:
+        verdict["modules"] = left_out[0]["modules"]
     return verdict, in_short(analysis)
 
 
