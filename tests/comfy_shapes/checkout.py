@@ -31,13 +31,22 @@ _KERNELS = "comfy_kitchen"
 """ComfyUI 0.33 does without its types and its fp8 rounding where it is not installed, but asks it for attention."""
 
 
+class _Kind(type):
+    """The type of a class that has whatever constant is asked of it."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+
 class Anything(ModuleType):
     """A module that has whatever class is asked of it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (), {})
+        made = _Kind(name, (), {})
         setattr(self, name, made)
         return made
 
@@ -107,6 +116,12 @@ class Checkout:
             "set": '"set"',
         }.get(kind, kind)
         return any(word in source.read_text() for source in sources if source.is_file())
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether comfy_kitchen is installed itself, without which there are no quantised weights since 0.33."""
+        found = importlib.util.find_spec(_KERNELS)
+        return found is not None and not isinstance(found.loader, _Finder)
 
     @property
     def version(self) -> str:
