@@ -189,7 +189,7 @@ def _without(verdict: AppliedVerdict, left_out: Collection[AppliedModule]) -> Ap
     if not left_out:
         return verdict
     modules = tuple(module for module in verdict.modules if module not in left_out)
-    of = "text encoders" if any(_is_for_text(module.name) for module in left_out) else "denoiser"
+    of = "text encoders" if any(is_for_text(module.name) for module in left_out) else "denoiser"
     word = Finding(
         "lora_part_left_out",
         "info",
