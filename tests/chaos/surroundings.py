@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from sigmascope.monitor import peaks
 from sigmascope.monitor.recorder import CURRENT
-from sigmascope.probes import process_rss_bytes
+from sigmascope.probes import process_rss_bytes, system_memory
 
 _PATIENCE_SECONDS = 3.0
 """A sampler's thread ends at its next look at the clock."""
@@ -30,7 +30,8 @@ def surroundings(*things: object) -> dict[str, object]:
         *things: Pipelines and other objects that are watched; their classes are looked at too.
     """
     gc.collect()
-    process_rss_bytes()  # keeps a file open, another one in each process
+    process_rss_bytes()
+    system_memory()  # each keeps a file open, another one in each process
     return {
         **marks(*things),
         "what the watching holds": left_behind(),
