@@ -61,6 +61,16 @@ def test_status_says_what_the_last_start_found(comfyui: Path) -> None:
     assert "at the last start off: planted" in run("status", str(comfyui))
 
 
+@pytest.mark.parametrize("text", ["", "[1]", '{"instruments": 3}', '{"instruments": ["files", {}]}', "{}"])
+def test_a_damaged_status_of_the_last_start_is_none(comfyui: Path, text: str) -> None:
+    folder = comfyui / "user" / "sigmascope"
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(text)
+    known = node_pack.status(comfyui)
+    assert known["last_start"] is None
+    assert {part["last_start"] for part in known["instruments"]} == {None}
+
+
 @pytest.mark.parametrize("file", ["__init__.py", "nodes.py"])
 def test_what_others_put_there_is_left_alone(comfyui: Path, file: str) -> None:
     if file == "nodes.py":

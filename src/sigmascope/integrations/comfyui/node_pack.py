@@ -128,21 +128,19 @@ def status(path: Path) -> PackStatus:
     pack = _pack_of(path)
     records = path / "user" / "sigmascope"
     last = _last_start(records)
-    by_name = {part["name"]: part for part in (last or {}).get("instruments", ())}
+    by_name = {part.get("name"): part for part in (last or {}).get("instruments", ())}
     parts: list[PartStatus] = []
     for kind in kinds():
         why_not = next((fault for need in kind.needs if (fault := need.fault_in(path)) is not None), None)
-        known = by_name.get(kind.name)
-        state = (
-            None if known is None else known["state"] + (f": {known['reason']}" if known["reason"] else "")
-        )
+        known = by_name.get(kind.name, {})
+        state, reason = known.get("state"), known.get("reason")
         parts.append(
             {
                 "name": kind.name,
                 "gives": kind.gives,
                 "fits": why_not is None,
                 "why_not": why_not,
-                "last_start": state,
+                "last_start": f"{state}: {reason}" if state and reason else state,
             }
         )
     return {
@@ -186,4 +184,6 @@ def _last_start(records: Path) -> dict[str, Any] | None:
         known = json.loads((records / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return known if isinstance(known, dict) else None
+    parts = known.get("instruments") if isinstance(known, dict) else None
+    is_ours = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+    return known if is_ours else None

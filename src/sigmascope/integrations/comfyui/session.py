@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 
 from sigmascope.__about__ import __version__
+from sigmascope.errors import WriteError
+from sigmascope.files import atomic_path
 from sigmascope.integrations.comfyui.instruments import Instrument, InstrumentStatus, kinds
 from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.integrations.comfyui.recording import COMFYUI, PromptRecording
@@ -91,11 +93,11 @@ class Session:
         _log.info(
             "sigmascope %s: watching prompts (%d of %d instruments)", __version__, on, len(self.instruments)
         )
-
         if self.folder is not None:
-            with suppress(OSError):
+            with suppress(OSError, WriteError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / STATUS_FILE).write_text(json.dumps(self.status(), indent=1), encoding="utf-8")
+                with atomic_path(self.folder / STATUS_FILE) as temporary:
+                    temporary.write_text(json.dumps(self.status(), indent=1), encoding="utf-8")
 
     def stop(self) -> None:
         """Take all of them off, and finish what is to be written."""
@@ -259,11 +261,6 @@ def begin_in_process(
         say(f"{counted(session.prompts, 'prompt was', 'prompts were')} recorded in {session.folder}")
 
     return end
-
-
-def current() -> Session | None:
-    """The session of this process; None: there is none."""
-    return _session
 
 
 def records_folder() -> Path | None:
