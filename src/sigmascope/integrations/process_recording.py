@@ -79,10 +79,10 @@ class Recording:
         )
         self._watch.__enter__()
         self._times = times
-        if times is not None:
-            self._watch.begin_at(times.began_ns)
-            times.is_over = self._watch.has_stages
         try:
+            if times is not None:
+                self._watch.begin_at(times.began_ns)
+                times.is_over = self._watch.has_stages
             self._watch.hold_back(_SPARE * kept)
             self._older = OlderGenerations(self._watch.take_older, self._record_path)
             self._saver = PeriodicSaver(

@@ -6,6 +6,8 @@ from tests.integrations.diffusers.marks import left_behind
 
 from sigmascope import load_run
 from sigmascope.integrations.autostart import say
+from sigmascope.integrations.diffusers.watch import Watch
+from sigmascope.integrations.imports import ImportTimes
 from sigmascope.integrations.process_recording import OlderGenerations, PeriodicSaver, Recording
 from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor import Recorder, current_recorder
@@ -67,14 +69,18 @@ def test_ctrl_c_while_a_recording_ends_leaves_no_watch_open(
     assert threading.active_count() == threads
 
 
+@pytest.mark.parametrize(
+    ("owner", "method", "failure"),
+    [(PeriodicSaver, "start", OSError), (Watch, "begin_at", KeyboardInterrupt)],
+)
 def test_a_recording_that_cannot_begin_leaves_no_watch_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: type, method: str, failure: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_saver: PeriodicSaver) -> None:
-        raise OSError("no thread to be had")
+    def refuse(*_: object) -> None:
+        raise failure("just now")
 
-    monkeypatch.setattr(PeriodicSaver, "start", refuse)
+    monkeypatch.setattr(owner, method, refuse)
     before = left_behind(), threading.active_count()
-    with pytest.raises(OSError, match="no thread"):
-        Recording(Settings(output="run.json"), str(tmp_path), say)
+    with pytest.raises(failure, match="just now"):
+        Recording(Settings(output="run.json"), str(tmp_path), say, times=ImportTimes())
     assert (left_behind(), threading.active_count()) == before
