@@ -1,10 +1,10 @@
 """How often a comparison cries wolf, and how often it finds a slowdown that was planted, idle and beside other programs.
 
-    python benchmarks/regression_rates.py [--pairs 200] [--slowdown 0.1] [--where idle load] [--threads 1] [--json FILE]
+    python benchmarks/regression_rates.py [--pairs 200] [--runs 10] [--slowdown 0.1] [--where idle load] [--threads 1] [--json FILE]
     python benchmarks/regression_rates.py --draws 40 [--slowdown 0.05] [--clock cpu] [--json FILE]
 
-Pairs: a loop of convolutions runs in turn as it is and with one call in ten more in each step, five times a side. Each side
-is compared as `sigmascope compare` does it, by its first sentence (the whole run) and by the rows of its table (stage and
+Pairs: a loop of convolutions runs in turn as it is and with one call in ten more in each step, ten times a side, as
+`sigmascope bench` repeats it. Each side is compared as `sigmascope compare` does it, by its first sentence (the whole run) and by the rows of its table (stage and
 step): a side as it is with the one before it, for false alarms, and a slower side with the one as it is before it. Beside
 other programs there is a process for each processor that never rests; it ends with this one. A difference is *found*
 (unchanged: *accused*), *not comparable*, since the runs waited for a processor, or *denied* (unchanged: *as before*).
@@ -120,8 +120,8 @@ def rates(
     return {row: {name: count / DRAWS for name, count in found.items()} for row, found in counts.items()}
 
 
-RUNS = 5
-"""On each side: with fewer, less than 20 % is noise."""
+RUNS = 10
+"""On each side: what `sigmascope bench` takes."""
 CALLS = 10
 """Of the convolutions in a step; one more is 10 %."""
 LEAST_RUN_SECONDS = 0.22
@@ -201,17 +201,17 @@ def outcomes(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, str]:
     return {**told, "any": min(told.values(), key=OUTCOMES.index)}
 
 
-def rates_of_pairs(pairs: int, slowdown: float, where: str) -> dict[str, dict[str, Counter[str]]]:
+def rates_of_pairs(pairs: int, runs: int, slowdown: float, where: str) -> dict[str, dict[str, Counter[str]]]:
     """By kind of pair and figure, how many pairs came out how."""
     counts: dict[str, dict[str, Counter[str]]] = {"unchanged": {}, "slower": {}}
     began = time.perf_counter()
     with beside_others() if where == "load" else nullcontext():
         loop = Loop(slowdown)
-        before = [loop.run() for _ in range(RUNS)]
+        before = [loop.run() for _ in range(runs)]
         others = []
         for number in range(1, pairs + 1):
-            same = [loop.run() for _ in range(RUNS)]
-            slow = [loop.run(slower=True) for _ in range(RUNS)]
+            same = [loop.run() for _ in range(runs)]
+            slow = [loop.run(slower=True) for _ in range(runs)]
             for kind, told in (("unchanged", outcomes(same, before)), ("slower", outcomes(slow, same))):
                 for figure, word in told.items():
                     counts[kind].setdefault(figure, Counter())[word] += 1
@@ -240,9 +240,9 @@ def pairs_main(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     slowdown = 0.1 if options.slowdown is None else options.slowdown
     print(
-        f"{options.pairs} pairs of {RUNS} runs a side on {options.threads} threads; planted: {100 * slowdown:g} %"
+        f"{options.pairs} pairs of {options.runs} runs a side on {options.threads} threads; planted: {100 * slowdown:g} %"
     )
-    results = {where: rates_of_pairs(options.pairs, slowdown, where) for where in options.where}
+    results = {where: rates_of_pairs(options.pairs, options.runs, slowdown, where) for where in options.where}
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 
@@ -253,6 +253,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=200, help="of each kind (default 200)")
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"on each side of a pair (default {RUNS})")
     parser.add_argument("--where", nargs="+", choices=("idle", "load"), default=("idle", "load"))
     parser.add_argument("--threads", type=int, default=1, help="of the loop (default 1)")
     parser.add_argument(

@@ -13,7 +13,7 @@ beside other programs, where threads spin while they wait for each other.
 A figure has regressed if its values are higher than the baseline's beyond what chance explains (Mann-Whitney,
 one-sided) and its median is higher by more than what is allowed. Either alone cries wolf: a test alone finds
 differences of 0.1 % once there are enough runs, a threshold alone finds noise. And the test alone takes the drift of a
-machine for a change, since it knows no order: a side that drifts by itself must differ by 1.5 times that.
+machine for a change, since it knows no order: a change must be more than a side moves by itself.
 """
 
 import math
@@ -28,6 +28,7 @@ from sigmascope.analysis.run_figures import (
     Figure,
     Unit,
     figures_of,
+    theil_sen,
     timed_on_device,
     timed_steps,
     total_of,
@@ -52,9 +53,11 @@ _LEAST_CHANGES_OF_FEW: Final[dict[Unit, tuple[float, float]]] = {"seconds": (0.1
 _LEAST_SECONDS_OF_FEW: Final = 0.1
 """Other programs may delay a few runs by this much."""
 _MUCH_EXPLAINED: Final = 0.2
-_TIMES_ITS_DRIFT: Final = 1.5
-"""Two sides must differ by this much more than a side drifts: what moves one side from its first half to its second moves
-two sides apart too, and further, since they lie further apart in time."""
+_TIMES_ITS_SCATTER: Final = 2.5
+"""Of the median deviation of a side's times: medians of five values of one normal distribution differ by less in 93 of 100
+pairs, of ten in 99."""
+_TIMES_ITS_TREND: Final = 0.9
+"""Of the way that the trend of a side goes in as many values again: that is where the medians of the other side would be."""
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
 MAX_SLOWDOWN: Final = 0.05
 """Two sides that run one after the other differ by some 3 % on an idle machine: its clock rates and caches drift."""
@@ -104,7 +107,7 @@ class FigureComparison:
         is_noise: Whether chance explains the difference, see `is_noise`.
         is_noise_on_the_wall: The same of the times as the clock on the wall tells them, comparable or not.
         waited: The median share of the time that was waited for a processor, baseline first; None: not known.
-        drift: By what share the side that drifts more does so by itself, see `drift_of`; of times.
+        own_change: By what share the side that moves more does so by itself, see `own_change_of`; of times.
     """
 
     name: str
@@ -121,7 +124,7 @@ class FigureComparison:
     is_noise: bool = True
     is_noise_on_the_wall: bool = True
     waited: tuple[float, float] | None = None
-    drift: float = 0.0
+    own_change: float = 0.0
 
     @property
     def has_changed(self) -> bool:
@@ -151,8 +154,8 @@ def is_noise(
 
     The fewer values there are, the larger a difference must be. From five on each side a test decides (Mann and
     Whitney, two-sided), and the change must be above the limit. The test takes the values for independent, and runs of one
-    side that follow each other are not: they drift together. So a time must also change by 1.5 times what either side
-    drifts by itself (`drift_of`). Of three or four all of one side must lie above all of the
+    side that follow each other are not: they drift together. So a time must also change by more than either side moves
+    by itself (`own_change_of`). Of three or four all of one side must lie above all of the
     other, and a time change by 10 %; of fewer by 20 %. A peak of memory changes by 1 %.
 
     Args:
@@ -182,18 +185,23 @@ def is_noise(
 
 
 def _least_change(new: Sequence[float], baseline: Sequence[float], unit: Unit, limits: Limits) -> float:
-    """Of enough values to test: the limit, or what the sides drift by themselves allows for, if that is more."""
-    if unit == "bytes":
-        return limits.bytes
-    return max(limits.seconds, _TIMES_ITS_DRIFT * max(drift_of(new), drift_of(baseline)))
+    """Of enough values to test: the limit, or what the sides move by themselves, if that is more."""
+    if unit != "seconds":
+        return limits.of(unit)
+    return max(limits.seconds, own_change_of(new), own_change_of(baseline))
 
 
-def drift_of(values: Sequence[float]) -> float:
-    """By what share the median of the second half of a series differs from that of its first half."""
-    half = len(values) // 2
-    if half == 0 or (first := median(values[:half])) <= _MOST_COUNTED_AS_0:
+def own_change_of(values: Sequence[float]) -> float:
+    """By what share the times of one side move by themselves.
+
+    This is 0.9 times the way that their trend (Theil and Sen's, which one late run does not move) goes in as many values
+    again, which is where the other side lies; or 2.5 times their median deviation from the median, if that is more.
+    """
+    if len(values) < 2 or (middle := median(values)) <= _MOST_COUNTED_AS_0:
         return 0.0
-    return abs(median(values[-half:]) / first - 1)
+    trend = _TIMES_ITS_TREND * abs(theil_sen(values).value) * len(values)
+    scatter = _TIMES_ITS_SCATTER * median(abs(value - middle) for value in values)
+    return max(trend, scatter) / middle
 
 
 def compare_totals(
@@ -314,7 +322,7 @@ def compare_values(
         (len(baseline), len(new)),
         unavailable,
         is_noise(new, baseline, unit, limits=limits, least_seconds=least_seconds),
-        drift=max(drift_of(new), drift_of(baseline)) if unit == "seconds" else 0.0,
+        own_change=max(own_change_of(new), own_change_of(baseline)) if unit == "seconds" else 0.0,
     )
 
 
@@ -502,10 +510,10 @@ def _judge(comparison: FigureComparison, limits: Limits) -> CheckedFigure:
             return CheckedFigure(comparison, "regressed", why)
         if comparison.least_p >= alpha:
             return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {_too_few(comparison, alpha)}")
-        is_drift = comparison.p_slower < alpha and growth <= _TIMES_ITS_DRIFT * comparison.drift
+        is_own = comparison.p_slower < alpha and growth <= comparison.own_change
         noise = (
-            f"the runs of one side drift by {comparison.drift:.1%} themselves; let the sides take turns"
-            if is_drift
+            f"the runs of one side move by {comparison.own_change:.1%} themselves; let the sides take turns"
+            if is_own
             else f"within the noise of the runs (p = {comparison.p_slower:.2g})"
         )
         return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {noise}")
