@@ -9,7 +9,10 @@ programs. Nothing is subtracted but the bare step. Beside it stands what no watc
 time for a module with one hook that does nothing. `step_memory=False` leaves out the process's resident bytes at the end
 of each step.
 
-Then what `stacks=True` costs where it looks, and where a thread of ours takes the most from the host's: a loop of Python
+Beside them stand loops of one's own, which call the same denoiser for a timestep after another: under `watch()`, as
+`sigmascope watch script.py` has it, and under `watch(unet, vae)`, where nobody hears the scheduler.
+
+Last what `stacks=True` costs where it looks, and where a thread of ours takes the most from the host's: a loop of Python
 alone in a stage without steps, 30 calls deep. CPU time of the process, that thread's included, for the same loop with and
 without, in turn, both beside the thread that reads memory; the least of all repeats, their ratio, and the share that
 the record itself states.
@@ -26,6 +29,7 @@ import torch
 from torch import nn
 
 import sigmascope
+from sigmascope.integrations.diffusers.own_loops import OWN_LOOP
 from sigmascope.records.performance import host_stacks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -74,6 +78,40 @@ def measured(step: FamilyStep, steps: int, repeats: int) -> list[float]:
     with step.without_work():
         rounds = [[way() for way in ways] for _ in range(repeats)]
     return [min(of_way) for of_way in zip(*rounds, strict=True)]
+
+
+def watched_loop(step: FamilyStep, steps: int, *, is_named: bool) -> float:
+    """The same of a loop of one's own.
+
+    Args:
+        step: What is called in it.
+        steps: How many.
+        is_named: Whether the watch is given denoiser and VAE, and the loop has no scheduler.
+
+    Raises:
+        RuntimeError: The watch has not seen each step.
+    """
+    named = (step.denoiser, step.pipeline.vae) if is_named else ()
+    with sigmascope.watch(*named) as run, torch.no_grad():
+        cost = step.looped(steps, has_scheduler=not is_named)
+    seen = run.stage("denoising")
+    if len(seen.steps) != steps or run.stage("generation").facts["pipeline"]["class_name"] != OWN_LOOP:
+        raise RuntimeError(f"{steps} steps of a loop were made, and {len(seen.steps)} seen")
+    return cost
+
+
+def measured_loops(step: FamilyStep, steps: int, repeats: int) -> list[float]:
+    """CPU microseconds that `watch()` and `watch(unet, vae)` add to a step of a loop: the least of each."""
+    ways: list[Callable[[], float]] = [
+        lambda: step.looped(steps),
+        lambda: watched_loop(step, steps, is_named=False),
+        lambda: step.looped(steps, has_scheduler=False),
+        lambda: watched_loop(step, steps, is_named=True),
+    ]
+    with step.without_work():
+        rounds = [[way() for way in ways] for _ in range(repeats)]
+    bare, everywhere, without_scheduler, named = (min(of_way) for of_way in zip(*rounds, strict=True))
+    return [everywhere - bare, named - without_scheduler]
 
 
 _LOOP: int = 20_000_000
@@ -134,13 +172,17 @@ def main() -> None:
     print_stacks(given.repeats)
     if given.only_stacks:
         return
-    print(f"{'µs of a step':12} calls   bare  empty hook  watch  × empty hook  step_memory=False")
+    print(
+        f"{'µs of a step':12} calls   bare  empty hook  watch  × empty hook  step_memory=False  own loop  of named parts"
+    )
     for family in given.families:
         step = FamilyStep(family)
         bare, hook, watch, without_memory = measured(step, given.steps, given.repeats)
+        own_loop, of_named_parts = measured_loops(step, given.steps, given.repeats)
         print(
             f"{family:12} {step.calls:5} {bare:6.2f} {hook - bare:11.2f} {watch - bare:6.2f} "
             f"{(watch - bare) / (hook - bare):13.2f} {without_memory - bare:18.2f}"
+            f"{own_loop:10.2f}{of_named_parts:16.2f}"
         )
 
 

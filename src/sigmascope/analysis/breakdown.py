@@ -451,7 +451,8 @@ def _waste(run: Run) -> str | None:
         key=gain_seconds,
         default=None,
     )
-    if costly is None or run.seconds <= 0 or gain_seconds(costly) < _HEADLINE_WASTE_SHARE * run.seconds:
+    is_timed = is_duration(run.seconds) and run.seconds > 0
+    if costly is None or not is_timed or gain_seconds(costly) < _HEADLINE_WASTE_SHARE * run.seconds:
         return None
     share = units.percent(gain_seconds(costly), run.seconds)
     return f"{share} of {units.seconds(run.seconds)} could be saved. {costly.message}"

@@ -13,7 +13,8 @@ beside other programs, where threads spin while they wait for each other.
 A figure has regressed if its values are higher than the baseline's beyond what chance explains (Mann-Whitney,
 one-sided) and its median is higher by more than what is allowed. Either alone cries wolf: a test alone finds
 differences of 0.1 % once there are enough runs, a threshold alone finds noise. And the test alone takes the drift of a
-machine for a change, since it knows no order: a change must be more than a side moves by itself.
+machine for a change, since it knows no order: a change must be more than a side moves by itself, which is less, the more the
+sides took turns.
 """
 
 import math
@@ -28,6 +29,7 @@ from sigmascope.analysis.run_figures import (
     Figure,
     Unit,
     figures_of,
+    in_order,
     theil_sen,
     timed_on_device,
     timed_steps,
@@ -73,11 +75,13 @@ class Limits:
         alpha: How likely a difference by chance may be, for each figure.
         seconds: The least change of a time, as a fraction: 0.05 is 5 %.
         bytes: The same for peaks of memory.
+        apart: How far the sides lie apart in time, see `share_apart`.
     """
 
     alpha: float = ALPHA
     seconds: float = MAX_SLOWDOWN
     bytes: float = 0.01
+    apart: float = 1.0
 
     def of(self, unit: Unit) -> float:
         """The least change of figures of this unit."""
@@ -188,27 +192,51 @@ def _least_change(new: Sequence[float], baseline: Sequence[float], unit: Unit, l
     """Of enough values to test: the limit, or what the sides move by themselves, if that is more."""
     if unit != "seconds":
         return limits.of(unit)
-    return max(limits.seconds, own_change_of(new), own_change_of(baseline))
+    return max(limits.seconds, _own_change(new, baseline, limits))
 
 
-def own_change_of(values: Sequence[float]) -> float:
+def _own_change(new: Sequence[float], baseline: Sequence[float], limits: Limits) -> float:
+    return max(own_change_of(side, apart=limits.apart) for side in (new, baseline))
+
+
+def own_change_of(values: Sequence[float], *, apart: float = 1.0) -> float:
     """By what share the times of one side move by themselves.
 
     This is 0.9 times the way that their trend (Theil and Sen's, which one late run does not move) goes in as many values
-    again, which is where the other side lies; or 2.5 times their median deviation from the median, if that is more.
+    again, which is where the other side lies (`apart` of that where the sides took turns); or 2.5 times their median deviation from the median, if that is more.
     """
     if len(values) < 2 or (middle := median(values)) <= _MOST_COUNTED_AS_0:
         return 0.0
-    trend = _TIMES_ITS_TREND * abs(theil_sen(values).value) * len(values)
+    trend = apart * _TIMES_ITS_TREND * abs(theil_sen(values).value) * len(values)
     scatter = _TIMES_ITS_SCATTER * median(abs(value - middle) for value in values)
     return max(trend, scatter) / middle
+
+
+def share_apart(new: Sequence[Run], baseline: Sequence[Run]) -> float:
+    """How far two sides lie apart in time: 1 if all of one began after all of the other, near 0 if they took turns.
+
+    Of all pairs, the share in which one side's run came later less that in which the other's did. Where a machine drifts
+    evenly, the difference that it makes between the sides is in proportion to this. Runs that began at once lie apart:
+    nothing is known of their order.
+    """
+    pairs = [(ours.started_at, theirs.started_at) for ours in new for theirs in baseline]
+    later, earlier = (
+        sum(ours > theirs for ours, theirs in pairs),
+        sum(ours < theirs for ours, theirs in pairs),
+    )
+    return (abs(later - earlier) + len(pairs) - later - earlier) / len(pairs) if pairs else 1.0
+
+
+def _between(new: Sequence[Run], baseline: Sequence[Run], limits: Limits) -> Limits:
+    """The limits for these two sides: what a machine drifts moves sides that took turns less far apart."""
+    return replace(limits, apart=share_apart(new, baseline))
 
 
 def compare_totals(
     new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits = USUAL
 ) -> FigureComparison:
     """Compare what whole runs took; each side has at least one, each with a valid time."""
-    return _compare_figures(total_of(new), total_of(baseline), 0, limits)
+    return _compare_figures(total_of(new), total_of(baseline), 0, _between(new, baseline, limits))
 
 
 def compare_run_sets(
@@ -220,7 +248,7 @@ def compare_run_sets(
         The comparisons, in the order of the baseline's figures; and by name the figures that one side lacks, with the
         reason.
     """
-    on_device = timed_on_device(new, baseline)
+    on_device, limits = timed_on_device(new, baseline), _between(new, baseline, limits)
     ours, theirs = figures_of(new, on_device), figures_of(baseline, on_device)
     compared = tuple(
         _compare_figures(ours[name], figure, seed, limits) for name, figure in theirs.items() if name in ours
@@ -322,7 +350,7 @@ def compare_values(
         (len(baseline), len(new)),
         unavailable,
         is_noise(new, baseline, unit, limits=limits, least_seconds=least_seconds),
-        own_change=max(own_change_of(new), own_change_of(baseline)) if unit == "seconds" else 0.0,
+        own_change=_own_change(new, baseline, limits) if unit == "seconds" else 0.0,
     )
 
 
@@ -334,7 +362,7 @@ def compare_pooled_steps(
     For too few runs to compare run by run. The intervals then hold for these very runs only: the steps of a run share
     its circumstances, so another run may lie outside.
     """
-    on_device = timed_on_device(new, baseline)
+    on_device, limits = timed_on_device(new, baseline), _between(new, baseline, limits)
     ours, theirs = _steps_by_stage(new, on_device), _steps_by_stage(baseline, on_device)
     return tuple(
         compare_values(
@@ -347,7 +375,7 @@ def compare_pooled_steps(
 
 def _steps_by_stage(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[str, list[float]]:
     by_stage: dict[str, list[float]] = {}
-    for run in runs:
+    for run in in_order(runs):
         for stage in run.walk():
             seconds = warm(timed_steps(stage, on_device))
             if seconds:
@@ -359,7 +387,7 @@ def compare_by_step(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
 ) -> tuple[FigureComparison, ...]:
     """Each step of each stage by its number, with one value for each run; steps that one side lacks are left out."""
-    on_device = timed_on_device(new, baseline)
+    on_device, limits = timed_on_device(new, baseline), _between(new, baseline, limits)
     ours, theirs = _steps_by_number(new, on_device), _steps_by_number(baseline, on_device)
     return tuple(
         compare_values(
@@ -381,7 +409,7 @@ def _steps_by_number(
 ) -> Mapping[tuple[str, int], list[float]]:
     """By stage and number from 1 on, each run's seconds; a stage passed twice counts on."""
     by_number: dict[tuple[str, int], list[float]] = {}
-    for run in runs:
+    for run in in_order(runs):
         passed: dict[str, int] = {}
         for stage in run.walk():
             for seconds in timed_steps(stage, on_device):
@@ -399,7 +427,7 @@ class CheckedFigure:
         comparison: The two samples.
         verdict: "regressed": by more than allowed and not by chance; "higher": not by chance, but by no more than
             allowed; "undecided": by more than allowed, but there are too few runs, or too much noise, to tell it from
-            chance; "lower": the interval of the ratio lies below 1; "same": none of these.
+            chance; "lower": by more than noise; "same": none of these.
         why: The verdict in words.
     """
 
@@ -498,7 +526,7 @@ def require_alpha(alpha: float) -> None:
 def _judge(comparison: FigureComparison, limits: Limits) -> CheckedFigure:
     allowed, alpha = limits.of(comparison.unit), limits.alpha
     growth = None if comparison.ratio is None else comparison.ratio - 1
-    is_higher = comparison.p_slower < alpha
+    is_by_chance = 2 * comparison.p_slower >= alpha
     if growth is None:
         return CheckedFigure(comparison, "undecided", comparison.unavailable["ratio"])
     if not comparison.is_comparable and (comparison.is_noise or growth <= allowed):
@@ -510,16 +538,16 @@ def _judge(comparison: FigureComparison, limits: Limits) -> CheckedFigure:
             return CheckedFigure(comparison, "regressed", why)
         if comparison.least_p >= alpha:
             return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {_too_few(comparison, alpha)}")
-        is_own = comparison.p_slower < alpha and growth <= comparison.own_change
+        is_own = not is_by_chance and growth <= comparison.own_change
         noise = (
             f"the runs of one side move by {comparison.own_change:.1%} themselves; let the sides take turns"
             if is_own
             else f"within the noise of the runs (p = {comparison.p_slower:.2g})"
         )
         return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {noise}")
-    if is_higher and growth > 0:
+    if growth > comparison.own_change and not is_by_chance:
         return CheckedFigure(comparison, "higher", f"{growth:+.1%}, no more than the {allowed:.1%} allowed")
-    if comparison.upper is not None and comparison.upper < 1:
+    if growth < 0 and not comparison.is_noise:
         return CheckedFigure(comparison, "lower", f"{growth:+.1%}")
     return CheckedFigure(comparison, "same", f"{growth:+.1%}")
 

@@ -84,13 +84,13 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
     see `impossible_times`.
 
     Args:
-        runs: Any number, in order.
+        runs: Any number; values are in the order in which they began.
         on_device: Stages and steps whose time is that of the accelerator's clock (see `timed_on_device`), without the runs
             that it did not time; others the host's.
     """
     values: dict[tuple[str, Unit], list[_Of]] = {}
     untimed: Counter[str] = Counter()
-    for run in runs:
+    for run in in_order(runs):
         for figure in _figures_of_run(run, on_device):
             if figure.unit == "bytes" or is_duration(figure.value):
                 values.setdefault((figure.name, figure.unit), []).append(figure)
@@ -113,9 +113,14 @@ def _figure(of_runs: Sequence[_Of], untimed: int = 0) -> Figure:
     )
 
 
+def in_order(runs: Iterable[Run]) -> list[Run]:
+    """Runs in the order in which they began; as given where that is the same. Names of files need not tell it."""
+    return sorted(runs, key=lambda run: run.started_at)
+
+
 def total_of(runs: Sequence[Run]) -> Figure:
-    """What whole runs took; at least one, each with a valid time."""
-    return _figure([_total(run) for run in runs])
+    """What whole runs took, in the order in which they began; at least one, each with a valid time."""
+    return _figure([_total(run) for run in in_order(runs)])
 
 
 def _total(run: Run) -> _Of:

@@ -209,11 +209,10 @@ def _amount(value: float, unit: str) -> str:
 
 
 def _change(figure: "FigureComparison") -> Text:
-    """Coloured if the interval leaves no doubt about the direction."""
+    """Coloured if it is beyond noise."""
     if figure.ratio is None:
         return Text(units.UNKNOWN)
-    sure = figure.lower is not None and figure.upper is not None and not figure.lower <= 1 <= figure.upper
-    style = "dim" if not sure else "green" if figure.ratio < 1 else "red"
+    style = "dim" if not figure.has_changed else "green" if figure.ratio < 1 else "red"
     text = "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else f"{100 * (figure.ratio - 1):+.1f} %"
     return Text(text, style=style)
 

@@ -12,6 +12,7 @@ from sigmascope.analysis.run_comparison import (
     compare_run_sets,
     compare_totals,
     is_noise,
+    share_apart,
 )
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.analysis.work_comparison import compare_work
@@ -85,6 +86,63 @@ def test_a_check_says_that_a_side_moves_by_itself() -> None:
     assert total.why == (
         "+12.4%, but the runs of one side move by 12.9% themselves; let the sides take turns"
     )
+
+
+def begun(totals: Sequence[float], minutes: Sequence[int]) -> list[Run]:
+    """Runs of these times, each begun in its minute."""
+    runs = zip(runs_of(totals), minutes, strict=True)
+    return [replace(made, started_at=f"2026-01-01T00:{minute:02d}:00+00:00") for made, minute in runs]
+
+
+def test_a_side_drifts_in_the_order_of_its_runs_not_of_its_files() -> None:
+    """Of the machine alone, which becomes slower all the time: files that are named by chance do not hide it."""
+    before = begun([1.00, 1.02, 1.05, 1.08, 1.11], range(5))
+    now = begun([1.12, 1.15, 1.18, 1.21, 1.24], range(5, 10))
+    shuffled = [[side[place] for place in (4, 0, 2, 3, 1)] for side in (now, before)]
+    assert what_changed(*shuffled).headline == "Nothing differs beyond noise."
+    compared = compare_work("", *shuffled, by_step=True)
+    assert not any(figure.has_changed for figure in (*compared.figures, *compared.steps))
+
+
+def test_sides_that_took_turns_drift_together() -> None:
+    """10 % more, each half a day as fast as the other half is slow: before, after, before, after."""
+    half = [1.00, 1.01, 1.02, 1.015, 1.005]
+    before, now = (
+        [time * slower for time in (*half, *(1.1 * time for time in half))] for slower in (1.0, 1.1)
+    )
+    turns = begun(now, [*range(5, 10), *range(15, 20)]), begun(before, [*range(5), *range(10, 15)])
+    apart = begun(now, range(10, 20)), begun(before, range(10))
+    assert [what_changed(*sides).headline for sides in (turns, apart)] == [
+        "1.10 × as long (1.06 s → 1.17 s): 107 ms more in the steps of denoising; nothing in the recipe explains it.",
+        "Nothing differs beyond noise.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "apart"),
+    [
+        ((range(10, 20), range(10)), 1.0),
+        (([*range(5, 10), *range(15, 20)], [*range(5), *range(10, 15)]), 0.5),
+        ((range(1, 20, 2), range(0, 20, 2)), 0.1),
+        (([0] * 10, [0] * 10), 1.0),  # nothing is known of their order
+    ],
+)
+def test_how_far_sides_lie_apart(minutes: tuple[Sequence[int], Sequence[int]], apart: float) -> None:
+    new, baseline = (begun([1.0] * len(side), side) for side in minutes)
+    assert share_apart(new, baseline) == pytest.approx(apart)
+
+
+def test_a_check_calls_nothing_higher_that_a_side_drifts_by_itself() -> None:
+    """Beyond chance by the test, within the 20 % allowed, and no more than the side's own 8 %."""
+    new, old = runs_of([1.12, 1.15, 1.18, 1.21, 1.24]), runs_of([1.00, 1.02, 1.05, 1.08, 1.11])
+    checked = check_regression(new, old, max_slowdown=0.2)
+    assert {figure.verdict for figure in checked.figures} == {"same"}
+
+
+def test_a_check_calls_nothing_lower_that_is_noise() -> None:
+    """The interval of the ratio is below 1, as 3 % faster: machines drift by this much."""
+    new, old = runs_of([0.970, 0.971, 0.972, 0.973, 0.974]), runs_of([1.000, 1.001, 1.002, 1.003, 1.004])
+    assert {figure.verdict for figure in check_regression(new, old).figures} == {"same"}
 
 
 def test_the_alpha_of_a_check_reaches_its_first_sentence() -> None:

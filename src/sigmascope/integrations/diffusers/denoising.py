@@ -8,7 +8,6 @@ timestep begin another step (`Denoising.called`).
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -181,6 +180,7 @@ def number_of(timestep: object) -> float | None:
         return None
     if is_tracing():  # type: ignore[no-untyped-call]
         return None
-    with suppress(Exception):  # one that vmap batches, or that has no memory, has no number
+    try:
         return float((timestep if timestep.numel() == 1 else timestep[(0,) * timestep.dim()]).item())
-    return None
+    except Exception:  # noqa: BLE001 - one that vmap batches, or that has no memory, has no number
+        return None

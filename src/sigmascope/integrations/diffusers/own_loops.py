@@ -370,16 +370,16 @@ class OwnLoopObserver(Observer):
         latents, timestep = form.read(args, kwargs)
         if not form.is_known and (self._refused.get(module) or not _is_timestep_of(latents, timestep)):
             return None
-        is_same = own is not None and own.denoiser is not None and own.denoiser() is module
         if is_tracing() or _is_counted_by_host(own):  # type: ignore[no-untyped-call]
             return None
+        is_same = own is not None and own.denoiser is not None and own.denoiser() is module
         is_heard = own.is_heard if own is not None and is_same else self._is_heard(module)
         if is_heard and current_stack(self.session) not in (
             None,
             stack,
         ):  # a pipeline calls it, from another context
             return None
-        return self._denoise(stack, module, form, latents, timestep, is_heard=is_heard)
+        return self._denoise(stack, own, module, form, latents, timestep, is_heard=is_heard)
 
     def _let_go(self, kind: type, form: _Form, around: nn.Module | None) -> None:
         """Hear no more of a class that works inside denoisers."""
@@ -391,6 +391,7 @@ class OwnLoopObserver(Observer):
     def _denoise(
         self,
         stack: StageStack,
+        own: OwnGeneration | None,
         module: nn.Module,
         form: _Form,
         latents: object,
@@ -398,7 +399,6 @@ class OwnLoopObserver(Observer):
         *,
         is_heard: bool,
     ) -> After:
-        own = self._generations.get(stack)
         number = number_of(timestep)
         if own is not None and (
             own.starts_again(number) or _is_complete(stack)
@@ -688,12 +688,13 @@ def _has_another_in(stage: LiveStage) -> bool:
 
 def _is_counted_by_host(own: OwnGeneration | None) -> bool:
     """Whether the host records this loop itself: it has a denoising of its own open here, or a step."""
-    ours = () if own is None else tuple(denoising.stage for denoising in own.denoisings)
-    return any(
-        (frame.scope.in_step or frame.scope.name == DENOISING)
-        and not any(stage.is_of(frame.scope) for stage in ours)
-        for frame in frames_here()
-    )
+    for frame in frames_here():
+        scope = frame.scope
+        if not scope.in_step and scope.name != DENOISING:
+            continue
+        if own is None or not any(denoising.stage.is_of(scope) for denoising in own.denoisings):
+            return True
+    return False
 
 
 def _call_of(stack: StageStack, own: OwnGeneration) -> CallFacts:
