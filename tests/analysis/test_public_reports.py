@@ -9,8 +9,9 @@ from tests.analysis.faulty_runs import weights
 from tests.analysis.series import generation, series
 
 from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.what_changed import what_changed
-from sigmascope.records.run import HostFacts, Run
+from sigmascope.records.run import HostFacts, Run, Stage
 
 MIB = 2**20
 
@@ -76,6 +77,27 @@ def test_memory_that_stays_with_each_lora_is_said() -> None:
     at = [int((6730.1 + 12.6 * number) * MIB) for number in range(11)]
     run = series(*(generation(2.0 * i, [0.3] * 4, rss=(at[i], at[i + 1])) for i in range(10)))
     assert "Memory of the process grows by 12.6 MB each call" in first_sentence(headline(run))
+
+
+def loading(seconds: Sequence[float], method: str = "load_lora_weights") -> Run:
+    """LoRAs that are put on one after another, and a generation."""
+    at = [sum(seconds[:number]) for number in range(len(seconds))]
+    stages = [
+        Stage("lora_application", begun, taken, facts={"method": method})
+        for begun, taken in zip(at, seconds, strict=True)
+    ]
+    run = series(generation(sum(seconds), [0.3] * 20))
+    run = replace(run, stages=(*stages, *run.stages), seconds=run.seconds + sum(seconds))
+    return replace(run, findings=diagnose(run))
+
+
+def test_loras_that_take_longer_to_load_each_time_are_said() -> None:
+    """diffusers 9297, 11816: ten LoRAs, the first in 1.2 s; those that are there already make the next one slower."""
+    said = headline(loading([1.22 + 0.45 * number for number in range(10)]))
+    assert said.startswith("51 % of 38.55 s could be saved. load_lora_weights took longer each time: 1.22 s")
+    assert "5.27 s in the last" in said
+    even = headline(loading([1.22, 1.31, 1.18, 1.25, 1.29, 1.2, 1.33, 1.19, 1.24, 1.27]))
+    assert "took longer each time" not in even
 
 
 def test_each_generation_that_is_slower_than_the_last_is_said() -> None:

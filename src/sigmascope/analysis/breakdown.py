@@ -346,7 +346,9 @@ def headline(run: Run, *, with_whole_error: bool = True) -> str:
     """
     first = _failure(run, with_whole_error) or _fault(run) or idle_lora(run)
     if first is None:
-        found = {finding.id: finding.message for finding in run_findings(run)}
+        found: dict[str, str] = {}
+        for finding in run_findings(run):
+            found.setdefault(finding.id, finding.message)
         told = [found[name] for name in _TOLD_FIRST if name in found]
         # no wait makes memory grow, or first steps alone recur
         most = 2 if told and told[0] == found.get(_TOLD_FIRST[0]) else 1

@@ -17,7 +17,7 @@ from sigmascope.analysis.rules_time import is_slow_first_step
 from sigmascope.analysis.run_figures import MUCH_WAITED, known, step_seconds, theil_sen, waited_seconds
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.performance import processor_use_of
-from sigmascope.records.run import Run, Stage, stage_seconds
+from sigmascope.records.run import Run, Stage, is_duration, stage_seconds
 
 RECUR: Final = "series.first_steps_recur"
 SLOW_DOWN: Final = "series.slows_down"
@@ -25,6 +25,9 @@ _LEAST_EXCESS_SECONDS: Final = 0.5
 _FEWEST_FOR_DRIFT: Final = 6
 """Sen's bounds with a confidence of 99 % take as many."""
 _LEAST_DRIFT: Final = 0.1
+_LORA: Final = "lora_application"
+_LEAST_GROWTH_OF_LORAS: Final = 0.5
+"""Of the first call's time: files of several sizes take different times."""
 _FEWEST_FOR_OUTLIER: Final = 5
 _LEAST_OUTLIER_RATIO: Final = 2.0
 _MOST_NAMED: Final = 6
@@ -114,10 +117,13 @@ def first_steps_recur(run: Run) -> Iterator[Seen]:
     )
     least, most = min(one.first for one in slow), max(one.first for one in slow)
     took = units.seconds(most) if least == most else f"{units.seconds(least)} to {units.seconds(most)}"
+    is_timed = is_duration(run.seconds) and run.seconds > 0
+    share = (
+        f" That is {units.percent(total, run.seconds)} of {units.seconds(run.seconds)}." if is_timed else ""
+    )
     yield Seen(
         message=f"The first step took {took} in {len(slow)} of {units.counted(len(generations), 'generation')}, every "
-        f"other step at most {units.seconds(max(one.longest for one in generations))}: {cause}. "
-        f"That is {units.percent(total, run.seconds)} of {units.seconds(run.seconds)}.",
+        f"other step at most {units.seconds(max(one.longest for one in generations))}: {cause}.{share}",
         evidence={
             "generations": len(slow),
             "of_generations": len(generations),
@@ -166,7 +172,7 @@ def slows_down(run: Run) -> Iterator[Seen]:
         by_work.setdefault(generation.work(), []).append(generation)
     for alike in by_work.values():
         usual = [one.usual for one in alike]
-        if _waited(alike) > MUCH_WAITED:
+        if _waited([one.stage for one in alike]) > MUCH_WAITED:
             continue
         if len(alike) < _FEWEST_FOR_DRIFT:
             yield from _slow_after_the_first(alike)
@@ -216,13 +222,43 @@ def _slow_after_the_first(alike: Sequence[_Generation]) -> Iterator[Seen]:
     )
 
 
-def _waited(generations: Sequence[_Generation]) -> float:
+@rule("series.loras_slow_down", "warning", about="a series of generations", looks_at="run")
+def loras_slow_down(run: Run) -> Iterator[Seen]:
+    """Loading or switching LoRAs takes longer each time: those that were loaded before are still there."""
+    by_method: dict[str, list[Stage]] = {}
+    for stage in run.walk():
+        if stage.name == _LORA and is_duration(stage.seconds):
+            by_method.setdefault(str(stage.facts.get("method", _LORA)), []).append(stage)
+    for method, alike in by_method.items():
+        seconds = [stage.seconds for stage in alike]
+        if len(alike) < _FEWEST_FOR_DRIFT or _waited(alike) > MUCH_WAITED:
+            continue
+        slope, lost = theil_sen(seconds), sum(max(value - seconds[0], 0.0) for value in seconds)
+        grown = slope.value * (len(alike) - 1)
+        if slope.lower <= 0 or grown < _LEAST_GROWTH_OF_LORAS * seconds[0] or lost < _LEAST_EXCESS_SECONDS:
+            continue
+        yield Seen(
+            message=f"{in_one_line(method)} took longer each time: {units.seconds(seconds[0])} in the first of "
+            f"{len(alike)} calls, {units.seconds(seconds[-1])} in the last.",
+            evidence={
+                "calls": len(alike),
+                "first_seconds": seconds[0],
+                "last_seconds": seconds[-1],
+                "gain_seconds": lost,
+            },
+            advice="Each LoRA that stays on the pipeline makes the next one slower. Take off what you do not use "
+            "(pipe.delete_adapters, pipe.unload_lora_weights).",
+            stage=_LORA,
+        )
+
+
+def _waited(stages: Sequence[Stage]) -> float:
     """The share of the later half's time that was waited for a processor; 0 where it is not known."""
     shares = []
-    for one in generations[len(generations) // 2 :]:
-        use = processor_use_of(one.stage.facts)
+    for stage in stages[len(stages) // 2 :]:
+        use = processor_use_of(stage.facts)
         waited = None if use is None else waited_seconds(use)
-        shares.append(0.0 if waited is None or one.stage.seconds <= 0 else waited / one.stage.seconds)
+        shares.append(0.0 if waited is None or stage.seconds <= 0 else waited / stage.seconds)
     return median(shares)
 
 
