@@ -1,5 +1,6 @@
 """Where a run's time went: rows by arithmetic on made records, and the sentence that a slow part gives."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -281,6 +282,23 @@ def test_the_highest_memory_is_the_devices_where_there_is_one() -> None:
     peak = PeakMemory(3 * 2**30, 0.5, accelerators=(AcceleratorPeak("cuda:0", 2**30, 0.5),))
     run = run_of(Stage("latent_decoding", 0.0, 10.0, peak=peak, facts={"component": "vae"}))
     assert headline(run).endswith("Peak of cuda:0: 1 GB, in latent_decoding (vae).")
+
+
+def test_of_findings_on_the_series_by_one_rule_the_one_that_costs_most_leads() -> None:
+    few, many = (
+        Finding("series.slows_down", "warning", f"{name} became slower.", {"gain_seconds": gain})
+        for name, gain in (("Small pictures", 1.0), ("Large pictures", 3.0))
+    )
+    run = Run("1", "", "", 20.0, stages=(Stage("denoising", 0.0, 20.0),), findings=(many, few))
+    assert headline(run).startswith("Large pictures became slower. ")
+    assert headline(replace(run, findings=(few, many))).startswith("Large pictures became slower. ")
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_nothing_could_be_saved_of_a_time_that_is_not_known(seconds: float) -> None:
+    finding = Finding("a", "info", "A.", {"gain_seconds": 1.0})
+    run = Run("1", "", "", seconds, stages=(Stage("denoising", 0.0, 2.0),), findings=(finding,))
+    assert "could be saved" not in headline(run)
 
 
 def test_findings_come_once_the_gravest_first_then_those_with_most_to_gain() -> None:
