@@ -93,7 +93,7 @@ class TimeShare:
             explains the row. Together they are no longer than the row.
         packages: Of imports: those that took longest, with their seconds.
         is_without_imports: Of time before the first stage: whether imports have a row of their own.
-        step_seconds: Of a row of steps: each step that was timed, but for folded ones.
+        each_seconds: Of a row of steps or of whole stages: each that was timed, but for folded ones.
     """
 
     name: str
@@ -106,7 +106,7 @@ class TimeShare:
     places: tuple[HostPlace, ...] = ()
     packages: tuple[tuple[str, float], ...] = ()
     is_without_imports: bool = False
-    step_seconds: tuple[float, ...] = ()
+    each_seconds: tuple[float, ...] = ()
 
     @property
     def stage(self) -> str:
@@ -202,13 +202,15 @@ def _shares_of_stage(stage: Stage, around: str, callbacks: Mapping[int, str]) ->
     is_divided = bool(rows or len(stage.steps))
     rest = max(_seconds(stage) - inside - steps - between, 0.0)
     models = [_seconds(child) for child in others if "component" in child.facts]
-    yield TimeShare(
-        name, "rest of stage" if is_divided else "stage", rest, in_models=sum(models) if models else None
-    )
+    in_models = sum(models) if models else None
+    if is_divided:
+        yield TimeShare(name, "rest of stage", rest, in_models=in_models)
+    else:
+        yield TimeShare(name, "stage", rest, in_models=in_models, each_seconds=(rest,))
     if len(stage.steps):
         scheduler = min(_scheduler_seconds(stage), steps)
         timed = tuple(known(step_seconds(stage)))
-        yield TimeShare(name, "steps", steps - scheduler, len(stage.steps), step_seconds=timed)
+        yield TimeShare(name, "steps", steps - scheduler, len(stage.steps), each_seconds=timed)
         yield TimeShare(name, "scheduler", scheduler, len(stage.steps))
         yield TimeShare(name, "between steps", between, len(stage.steps), callbacks.get(id(stage)))
     for child in rows:
@@ -327,7 +329,7 @@ def _summed(shares: Iterable[TimeShare]) -> Iterator[TimeShare]:
                 count=row.count + share.count,
                 callback=row.callback or share.callback,
                 in_models=_sum_of_known(row.in_models, share.in_models),
-                step_seconds=row.step_seconds + share.step_seconds,
+                each_seconds=row.each_seconds + share.each_seconds,
             )
         )
     yield from rows.values()
@@ -534,7 +536,7 @@ def _what_passed(row: TimeShare) -> str:
         what = {BEFORE: loading, AFTER: "saving, and whatever else the script does"}.get(row.name)
         return f"passed {row.name}" + (f": {what}" if what else ", in the script's own code")
     if row.part == "steps":
-        return f"went into {stage}: {units.counted(row.count, 'step')} of {_step_in_words(row)}"
+        return f"went into {stage}: {units.counted(row.count, 'step')} of {_each_in_words(row, ' in the median')}"
     if row.part == "scheduler":
         return f"went into the scheduler, {each} in {_each_step(row)} of {stage}"
     if row.part == "between steps" and row.callback is not None:
@@ -543,18 +545,23 @@ def _what_passed(row: TimeShare) -> str:
         return f"passed between the steps of {stage}, {each} after {_each_step(row)}"
     if row.part == "rest of stage":
         return f"passed in {stage}, but in none of its stages or steps"
-    times = f", {row.count:,} times {each}" if row.count > 1 else ""
+    times = f", {row.count:,} times {_each_in_words(row, ' in the median')}" if row.count > 1 else ""
     return f"went into {stage}{times}{_outside_models(row)}"
 
 
-def _step_in_words(row: TimeShare) -> str:
-    """What a step took: the median, and the longest where it is far from that; never a mean that no step has."""
-    if not row.step_seconds:  # folded
+def times_in_words(row: TimeShare) -> str:
+    """How often something was done and what it took each time, such as "16 × 19.0 ms, the longest 17.60 s"."""
+    return f"{row.count:,} × {_each_in_words(row)}" if row.count > 1 else ""
+
+
+def _each_in_words(row: TimeShare, how: str = "") -> str:
+    """What a step or stage took: the median, and the longest where it is far from that; never a mean that none has."""
+    if not row.each_seconds:  # folded, or gaps between steps
         return units.seconds(row.seconds / max(row.count, 1))
-    usual, longest = median_low(row.step_seconds), max(row.step_seconds)
+    usual, longest = median_low(row.each_seconds), max(row.each_seconds)
     if longest <= _LEAST_SPREAD * usual:
-        return units.seconds(median(row.step_seconds))
-    return f"{units.seconds(usual)} in the median, the longest {units.seconds(longest)}"
+        return units.seconds(median(row.each_seconds))
+    return f"{units.seconds(usual)}{how}, the longest {units.seconds(longest)}"
 
 
 def _each_step(row: TimeShare) -> str:

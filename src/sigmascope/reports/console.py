@@ -23,6 +23,7 @@ from sigmascope.analysis.breakdown import (
     large_places,
     large_rows,
     run_findings,
+    times_in_words,
 )
 from sigmascope.analysis.lora_state import acting_lora
 from sigmascope.analysis.memory import PeakOwner, peak_owners
@@ -157,7 +158,7 @@ def _row_note(row: TimeShare) -> str:
         return row.callback
     if row.packages:
         return in_words(row.packages)
-    return f"{row.count:,} × {seconds(row.seconds / row.count)}" if row.count > 1 else ""
+    return times_in_words(row)
 
 
 def _damage(run: Run) -> Iterator[Text]:

@@ -28,6 +28,7 @@ from sigmascope.analysis.breakdown import (
     large_rows,
     run_findings,
     time_breakdown,
+    times_in_words,
 )
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of
@@ -240,8 +241,7 @@ def _time_rows(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _note(row: TimeShare) -> str:
-    each = f"{row.count:,} × {seconds(row.seconds / row.count)}" if row.count > 1 else ""
-    return ", ".join(filter(None, (row.callback, in_words(row.packages), each)))
+    return ", ".join(filter(None, (row.callback, in_words(row.packages), times_in_words(row))))
 
 
 def _timeline(run: Run) -> dict[str, Any] | None:

@@ -1,13 +1,17 @@
 """Generations of one run, judged as a series, on records with the figures of public reports."""
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.analysis.series import found, generation, series
 
-from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.breakdown import headline, time_breakdown, times_in_words
 from sigmascope.records.run import Run
+from sigmascope.reports import print_run
+from sigmascope.reports.html import to_html
 
 
 def test_waiting_for_a_processor_hides_no_memory_that_stays() -> None:
@@ -45,6 +49,27 @@ def test_what_compiles_again_for_each_new_size_is_said_first() -> None:
     said = headline(run)
     assert said.startswith(told.message)
     assert "16 steps of 19.0 ms in the median, the longest 17.60 s" in said
+
+
+def test_no_row_tells_of_a_mean_that_no_step_and_no_stage_has() -> None:
+    """Of the same report: 16 steps of 3.87 s in the mean, and a decoding that takes long once."""
+    run = series(
+        *(
+            generation(20.0 * index, [first, 0.02, 0.018, 0.019], other=9.0 if index == 0 else 0.1)
+            for index, first in enumerate((15.1, 13.5, 15.5, 17.6))
+        )
+    )
+    told = {row.label: times_in_words(row) for row in time_breakdown(run)}
+    assert told["denoising, steps"] == "16 × 19.0 ms, the longest 17.60 s"
+    assert told["latent_decoding"] == "4 × 100 ms, the longest 9.00 s"
+    for view in (page(run), to_html(run)):
+        assert "16 × 19.0 ms, the longest 17.60 s" in " ".join(view.split())
+
+
+def page(run: Run) -> str:
+    console = Console(file=io.StringIO(), width=140)
+    print_run(run, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_one_slow_first_step_is_a_warm_up_and_no_series() -> None:
