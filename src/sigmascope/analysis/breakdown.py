@@ -348,14 +348,24 @@ def headline(run: Run, *, with_whole_error: bool = True) -> str:
     """
     first = _failure(run, with_whole_error) or _fault(run) or idle_lora(run)
     if first is None:
-        found: dict[str, str] = {}
-        for finding in run_findings(run):
-            found.setdefault(finding.id, finding.message)
-        told = [found[name] for name in _TOLD_FIRST if name in found]
-        # no wait makes memory grow, or first steps alone recur
-        most = 2 if told and told[0] == found.get(_TOLD_FIRST[0]) else 1
-        first = " ".join(filter(None, (*told[:most], _waste(run) or _start_and_each(run) or _longest(run))))
+        where = _waste(run) or _start_and_each(run) or _longest(run)
+        first = " ".join(filter(None, (*_told_first(run), where)))
     return " ".join(filter(None, (first, _peak(run))))
+
+
+def _told_first(run: Run) -> list[str]:
+    """The finding on the run as a whole that leads; beside a wait for a processor another one too.
+
+    No wait makes memory grow, or first steps alone recur. Where these compile, they come before the wait: compilers take
+    processors themselves.
+    """
+    found: dict[str, Finding] = {}
+    for finding in run_findings(run):
+        found.setdefault(finding.id, finding)
+    told = [found[name] for name in _TOLD_FIRST if name in found]
+    told = told[: 2 if told and told[0].id == _TOLD_FIRST[0] else 1]
+    told.sort(key=lambda finding: finding.evidence.get("compiled") is not True)
+    return [finding.message for finding in told]
 
 
 def _failure(run: Run, with_whole_error: bool) -> str | None:

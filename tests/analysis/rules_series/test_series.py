@@ -51,6 +51,25 @@ def test_what_compiles_again_for_each_new_size_is_said_first() -> None:
     assert "16 steps of 19.0 ms in the median, the longest 17.60 s" in said
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_waiting_for_a_processor_hides_no_compiling(compiled: bool) -> None:
+    """The same report on a busy machine; what is compiled again comes first, since it is sure."""
+    busy: dict[str, Any] = {"waited_seconds": 11.0, "throttled_seconds": 0.0}
+    run = series(
+        *(
+            generation(
+                20.0 * i, [15.0 + i, 0.02, 0.018, 0.019], height=512 + 64 * i, compiled=compiled, **busy
+            )
+            for i in range(4)
+        )
+    )
+    said = headline(run).split(". ")[:3]
+    waits = next(at for at, sentence in enumerate(said) if "waited for a processor" in sentence)
+    recurs = next(at for at, sentence in enumerate(said) if "in 4 of 4 generations" in sentence)
+    assert (recurs == 0) is compiled
+    assert (waits == 0) is not compiled
+
+
 def test_no_row_tells_of_a_mean_that_no_step_and_no_stage_has() -> None:
     """Of the same report: 16 steps of 3.87 s in the mean, and a decoding that takes long once."""
     run = series(
