@@ -307,6 +307,19 @@ def test_a_generators_state_is_named_where_its_seed_is_the_same() -> None:
     assert what_changed([now], [before]).recipe == {"generator state": ("aa", "bb")}
 
 
+def test_a_seed_that_another_device_draws_with_is_named_and_its_state_is_not() -> None:
+    """diffusers 13298: the same seed, and another picture, since the generator is on the GPU."""
+    before, now = (
+        generated(
+            recipe={"generator_devices": [device], "generator_states": [state]}, call={"seed": 134}, means=means
+        )
+        for device, state, means in (("cpu", "aa", (0.1, 0.2)), ("cuda", "bb", (0.3, 0.4)))
+    )
+    changed = what_changed([now], [before])
+    assert changed.recipe == {"generator device": ("cpu", "cuda")}
+    assert "generator device cpu → cuda" in changed.headline.split(". ")[0]
+
+
 def test_garbage_and_compiling_are_named() -> None:
     before = generated(full_collections=2, compiled_graphs=0)
     now = generated(step=2.0, full_collections=40, compiled_graphs=3)

@@ -144,9 +144,10 @@ def _consequences(differences: Differences) -> list[str]:
     """Entries that differ only because another does.
 
     A dtype changes the weights' fingerprint, because it rounds every value; a LoRA's file changes its content; a seed
-    changes the generator's state.
+    and a device change the generator's state.
     """
-    consequences = ["generator state"] if {"generator state", "seed"} <= differences.keys() else []
+    is_other = any(name in differences for name in ("seed", "generator device"))
+    consequences = ["generator state"] if is_other and "generator state" in differences else []
     for name in differences:
         part, _, what = name.rpartition(" ")
         component = part.removeprefix("LoRA ").split(".")[0]
@@ -272,9 +273,10 @@ def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         entries = more.get(part)
         if isinstance(entries, Mapping):
             yield from entries.items()
-    states = more.get("generator_states")
-    if isinstance(states, list) and states:
-        yield "generator state", ", ".join(map(str, states))
+    for name in ("device", "state"):
+        of_each = more.get(f"generator_{name}s")
+        if isinstance(of_each, list) and of_each:
+            yield f"generator {name}", ", ".join(map(str, of_each))
     yield "threads", more.get("threads")
 
 

@@ -61,7 +61,7 @@ _BELONGS_TO: Final = {
     "model_sampling": re.compile(r"scheduler.*|num_inference_steps"),
     "latent_encoding": re.compile(r"vae.*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)),
     "denoising": re.compile(
-        r"scheduler.*|seed|generator state|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
+        r"scheduler.*|seed|generator .*|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
         rf"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|{COMPILED}|"
         + "|".join(_AMOUNTS_OF_WORK)
     ),
@@ -70,7 +70,7 @@ _BELONGS_TO: Final = {
 """By stage, the entries of a recipe that act in it first."""
 
 _NO_EFFECT_ON_TIME: Final = re.compile(
-    r"seed|generator state|eta|guidance_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
+    r"seed|generator .*|eta|guidance_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
 )
 """Entries whose values do not change how long a run takes."""
 _LONGEST_VALUE_IN_SENTENCE: Final = 60

@@ -247,6 +247,11 @@ def states_of(arguments: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def generator_devices_of(arguments: Mapping[str, Any]) -> list[str]:
+    """Where each generator draws: one seed gives other noise on another kind of device."""
+    return [generator.device.type for generator in _generators(arguments)]
+
+
 def _generators(arguments: Mapping[str, Any]) -> list[torch.Generator]:
     given = arguments.get("generator")
     generators = given if isinstance(given, list | tuple) else [given]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sigmascope.integrations.diffusers.arguments import (
     Given,
     call_facts,
+    generator_devices_of,
     given_arguments,
     named_arguments,
     other_arguments,
@@ -204,6 +205,8 @@ class CallObserver(Observer):
             "surroundings": surroundings,
         }
         recipe |= {"generator_states": states} if states else {}
+        devices = read("watch.recipe", lambda: generator_devices_of(arguments))
+        recipe |= {"generator_devices": devices} if devices else {}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
         idle = read("watch.lora", lambda: begin_idle_lora_findings(pipeline, loras or {}, arguments))
         contents = [

@@ -132,6 +132,11 @@ def test_a_generator_that_has_drawn_before_is_named() -> None:
     assert "The outputs differ from the latent of denoising on: generator state " in changed.headline
 
 
+def test_where_the_generator_draws_is_kept(pipeline: Any) -> None:
+    [generation] = watched(pipeline).stages
+    assert generation.facts["recipe"]["generator_devices"] == ["cpu"]
+
+
 def test_another_seed_is_no_difference_of_state_too(pipeline: Any) -> None:
     recipe = what_changed([watched(pipeline, seed=4)], [watched(pipeline)]).recipe
     assert recipe["seed"] == ("0", "4")
