@@ -8,8 +8,9 @@ timestep begin another step (`Denoising.called`).
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
@@ -17,6 +18,7 @@ from sigmascope.monitor.recorder import LiveStage, Recorder
 from sigmascope.monitor.scope import Mark
 from sigmascope.records.run import SCHEDULER_SECONDS
 
+_CPU: Final = torch.device("cpu")
 NO_SCHEDULER = (
     "no scheduler step was seen, so calls at the same timestep count as one step. Where timesteps are on an "
     "accelerator, each call is a step; if the pipeline has a scheduler, all calls are one step"
@@ -34,6 +36,7 @@ class Denoising:
         most_calls_a_step: How often one was called for one step.
         stepped: How many steps the scheduler has made.
         last_ns: When a call was last seen to end; None where schedulers tell of steps.
+        stepped_ns: When the scheduler last ended a step; None: it has ended none.
     """
 
     def __init__(self, stage: LiveStage, recorder: Recorder) -> None:
@@ -42,6 +45,7 @@ class Denoising:
         self.most_calls_a_step = 0
         self.stepped = 0
         self.last_ns: int | None = None
+        self.stepped_ns: int | None = None
         self._clock = recorder.clock
         self._scope = recorder.current_scope()
         self._has_device = self._scope.columns.timings is not None
@@ -119,7 +123,7 @@ class Denoising:
         """
         if self._started is not None:
             self.stepped += 1
-            ended = self._clock()
+            ended = self.stepped_ns = self._clock()
             began, self._scheduler_began = self._scheduler_began, None
             if began is not None:
                 self._scheduler_ns += ended - began
@@ -176,11 +180,11 @@ def number_of(timestep: object) -> float | None:
     """A timestep's number; None if reading it would wait for an accelerator, or be recorded by a tracer."""
     if isinstance(timestep, int | float):
         return float(timestep)
-    if not isinstance(timestep, Tensor) or timestep.device.type != "cpu" or not timestep.numel():
+    if not isinstance(timestep, Tensor) or timestep.device != _CPU:  # its type is a text, made anew each time
         return None
     if is_tracing():  # type: ignore[no-untyped-call]
         return None
     try:
         return float((timestep if timestep.numel() == 1 else timestep[(0,) * timestep.dim()]).item())
-    except Exception:  # noqa: BLE001 - one that vmap batches, or that has no memory, has no number
+    except Exception:  # noqa: BLE001 - one that is empty, that vmap batches, or that has no memory, has no number
         return None

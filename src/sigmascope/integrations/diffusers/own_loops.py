@@ -56,7 +56,8 @@ from sigmascope.integrations.diffusers.watch_session import (
 )
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.hooks import After, Arguments, ByIdentity, Keywords
-from sigmascope.monitor.recorder import LiveStage, frames_here
+from sigmascope.monitor.recorder import CURRENT, LiveStage, frames_here
+from sigmascope.monitor.scope import Scope
 from sigmascope.probes.models import pipeline_facts, unwrap
 from sigmascope.records.run import CallFacts
 from sigmascope.threads import own_thread, start_thread
@@ -180,11 +181,12 @@ class OwnGeneration:
         is_heard: Whether that is a part of a pipeline that was called before, whose own observer counts its calls.
         name: What that is called in the record.
         form: How the first one takes its timestep.
+        reads: How the last one does.
         first: The first timestep's number; None: not known.
         last: The number of the last one.
         is_repeated: Whether a denoiser of unknown class was called for a second timestep.
         latents: The shape of the denoiser's latents.
-        last_ns: When something of it was last seen to end, on the recorder's clock.
+        last_ns: When a call in it was last seen to end, on the recorder's clock.
         has_denoised: Whether a denoiser was called in it.
         has_image: Whether an image was encoded in it.
         denoisings: Those in it.
@@ -198,6 +200,7 @@ class OwnGeneration:
     is_heard: bool = False
     name: str = ""
     form: _Form | None = None
+    reads: _Form | None = None
     first: float | None = None
     last: float | None = None
     is_repeated: bool = False
@@ -219,10 +222,22 @@ class OwnGeneration:
         self.parts[free] = weakref.ref(part)
         return free
 
+    def last_seen_ns(self) -> int | None:
+        """When something of it was last seen to end, a scheduler's step too; None: nothing was."""
+        seen = [self.last_ns, *(denoising.stepped_ns for denoising in self.denoisings)]
+        return max((moment for moment in seen if moment is not None), default=None)
+
     @property
     def is_one_step(self) -> bool:
         """Whether calls for one timestep are a loop: a known denoiser's, if a part beside it worked for it, too."""
         return self.form is not None and self.form.is_known and len(self.parts) > 1
+
+    def has(self, scope: Scope) -> bool:
+        """Whether it is one of its denoisings."""
+        for denoising in self.denoisings:  # noqa: SIM110 - a generator would cost more than what it does
+            if denoising.stage.is_of(scope):
+                return True
+        return False
 
     def starts_again(self, number: float | None) -> bool:
         """Whether a timestep is that of another loop's beginning: the first one, after others."""
@@ -242,7 +257,6 @@ class OwnLoopObserver(Observer):
         self._named: ByIdentity[bool] = ByIdentity()
         self._refused: ByIdentity[bool] = ByIdentity()
         self._trained: ByIdentity[bool] = ByIdentity()
-        self._generations: weakref.WeakKeyDictionary[StageStack, OwnGeneration] = weakref.WeakKeyDictionary()
 
     def start(self) -> None:
         """Know the classes that there are, and hear when an object of another is made."""
@@ -350,21 +364,15 @@ class OwnLoopObserver(Observer):
         stack = self.session.stack_here()
         if stack is None or not isinstance(module, nn.Module):
             return None
-        kind = type(module)
-        form = self._forms.get(kind)
-        if form is None:
-            inner = unwrap(module)
-            form = None if inner is None else self._forms.get(type(inner))
-            if form is None:
+        own: OwnGeneration | None = stack.loop
+        is_same = own is not None and own.denoiser is not None and own.denoiser() is module
+        if own is not None and own.reads is not None and is_same and own.calling is None:
+            form = own.reads
+        else:
+            known = self._form(stack, own, module)
+            if known is None:
                 return None
-        own = self._generations.get(stack)
-        if stack.pipeline_id is not None:
-            if not self._is_heard(module):
-                self._let_go(kind, form, None)
-            return None
-        if own is not None and own.calling is not None:
-            self._let_go(kind, form, own.calling)
-            return None
+            form = known
         if torch.is_grad_enabled() and (module.training or self._trained.get(module)):
             return None
         latents, timestep = form.read(args, kwargs)
@@ -372,7 +380,6 @@ class OwnLoopObserver(Observer):
             return None
         if is_tracing() or _is_counted_by_host(own):  # type: ignore[no-untyped-call]
             return None
-        is_same = own is not None and own.denoiser is not None and own.denoiser() is module
         is_heard = own.is_heard if own is not None and is_same else self._is_heard(module)
         if is_heard and current_stack(self.session) not in (
             None,
@@ -380,6 +387,24 @@ class OwnLoopObserver(Observer):
         ):  # a pipeline calls it, from another context
             return None
         return self._denoise(stack, own, module, form, latents, timestep, is_heard=is_heard)
+
+    def _form(self, stack: StageStack, own: OwnGeneration | None, module: nn.Module) -> _Form | None:
+        """How a module takes latents and timestep that is not the one that was called last; None: it is no denoiser here."""
+        kind = type(module)
+        form = self._forms.get(kind)
+        if form is None:
+            inner = unwrap(module)
+            form = None if inner is None else self._forms.get(type(inner))
+            if form is None:
+                return None
+        if stack.pipeline_id is not None:
+            if not self._is_heard(module):
+                self._let_go(kind, form, None)
+            return None
+        if own is not None and own.calling is not None:
+            self._let_go(kind, form, own.calling)
+            return None
+        return form
 
     def _let_go(self, kind: type, form: _Form, around: nn.Module | None) -> None:
         """Hear no more of a class that works inside denoisers."""
@@ -418,7 +443,7 @@ class OwnLoopObserver(Observer):
         own.is_repeated = own.is_repeated or (not is_first and (number is None or number != own.first))
         own.last, own.calling = number, module
         if own.denoiser is None or own.denoiser() is not module:
-            own.denoiser, own.is_heard = weakref.ref(module), is_heard
+            own.denoiser, own.is_heard, own.reads = weakref.ref(module), is_heard, form
             own.name = own.uses(
                 "unet" if "UNet" in type(unwrap(module) or module).__name__ else "denoiser", module
             )
@@ -428,22 +453,39 @@ class OwnLoopObserver(Observer):
         if not is_heard:
             denoising.called(own.name, (latents, timestep if number is None else number), {})
 
-        def after(result: object, error: BaseException | None) -> None:
-            own.calling = None
-            own.last_ns = self.session.recorder.clock()
-            if error is not None:
-                self._end(stack, error, is_now=True)
-            elif is_first and not form.is_known and not _has_form_of(latents, result):  # type: ignore[arg-type]
-                self._refused.put(module, True)
-                self._drop(stack)
-            elif stack.planned_steps is None:
-                denoising.returned()
+        if is_first and not form.is_known:
+            return partial(self._after_first, stack, own, module, latents)
+        return partial(self._after, stack, own)
 
-        return after
+    def _after_first(
+        self,
+        stack: StageStack,
+        own: OwnGeneration,
+        module: nn.Module,
+        latents: object,
+        result: object,
+        error: BaseException | None,
+    ) -> None:
+        """Take the end of the first call of what may be a denoiser, by what it gave."""
+        self._after(stack, own, result, error)
+        if error is None and not _has_form_of(latents, result):  # type: ignore[arg-type]
+            self._refused.put(module, True)
+            self._drop(stack)
+
+    def _after(
+        self, stack: StageStack, own: OwnGeneration, _result: object, error: BaseException | None
+    ) -> None:
+        """Take the end of a denoiser's call: the hot path."""
+        own.calling = None
+        own.last_ns = self.session.recorder.clock()
+        if error is not None:
+            self._end(stack, error, is_now=True)
+        elif stack.planned_steps is None and stack.denoising is not None:
+            stack.denoising.last_ns = own.last_ns
 
     def _before_helper(self, helper: object, args: Arguments, kwargs: Keywords) -> None:
         stack = self._stack()
-        own = None if stack is None else self._generations.get(stack)
+        own: OwnGeneration | None = None if stack is None else stack.loop
         if stack is not None and own is not None and own.calling is None:
             own.uses("controlnet", helper)
             start_denoising(stack).prepared()
@@ -453,7 +495,7 @@ class OwnLoopObserver(Observer):
             return None
         stack = self._stack()
         if stack is not None:
-            own = self._generations.get(stack)
+            own: OwnGeneration | None = stack.loop
             if own is not None and own.has_denoised:
                 self._end(stack)
                 own = None
@@ -464,17 +506,13 @@ class OwnLoopObserver(Observer):
         if not self._is_meant(scheduler):
             return None
         stack = self._stack()
-        own = None if stack is None else self._generations.get(stack)
+        own: OwnGeneration | None = None if stack is None else stack.loop
         if stack is None or own is None or stack.denoising is None:
             return None
-        own.uses("scheduler", scheduler)
-        stepped = stack.denoising.scheduler_began()
-
-        def after(result: object, error: BaseException | None) -> None:
-            stepped(result, error)
-            own.last_ns = self.session.recorder.clock()
-
-        return after
+        held = own.parts.get("scheduler")
+        if held is None or held() is not scheduler:
+            own.uses("scheduler", scheduler)
+        return stack.denoising.scheduler_began()
 
     def _before_text(self, encoder: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self._stack()
@@ -483,7 +521,7 @@ class OwnLoopObserver(Observer):
         is_heard = self._is_heard(encoder)
         if is_heard and current_stack(self.session) not in (None, stack):
             return None
-        own = self._generations.get(stack)
+        own: OwnGeneration | None = stack.loop
         if own is not None and own.has_denoised:
             if not _is_complete(stack):  # a new prompt within a loop
                 return None
@@ -501,7 +539,7 @@ class OwnLoopObserver(Observer):
         stack = self._stack()
         if stack is None or stack.is_in(*VAE_STAGES.values()):
             return None
-        own = self._generations.get(stack)
+        own: OwnGeneration | None = stack.loop
         if own is not None and own.has_denoised and way == "encoding":
             self._end(stack)
             own = None
@@ -532,7 +570,7 @@ class OwnLoopObserver(Observer):
             return
         try:
             stack = self._stack()
-            own = None if stack is None else self._generations.get(stack)
+            own: OwnGeneration | None = None if stack is None else stack.loop
             if stack is None or own is None or stack.denoising is None or not torch.is_grad_enabled():
                 return
             for part in own.parts.values():
@@ -555,7 +593,7 @@ class OwnLoopObserver(Observer):
         own = OwnGeneration(stack.enter(GENERATION))
         stack.size, stack.most_calls_a_step = None, 0
         stack.runs.clear()
-        self._generations[stack] = own
+        stack.loop = own
         stack.leave_loop = partial(self._end, stack)
         return own
 
@@ -567,18 +605,19 @@ class OwnLoopObserver(Observer):
             error: What ended it.
             is_now: Whether it has just ended; otherwise it has when it was last seen at work.
         """
-        own = self._generations.pop(stack, None)
-        stack.leave_loop = stack.loop_steps = None
+        own: OwnGeneration | None = stack.loop
+        stack.loop = stack.leave_loop = stack.loop_steps = None
         if own is None:
             return
         stage, denoising = own.stage, stack.denoising
         is_no_loop = not own.has_denoised or not (own.is_repeated or own.is_one_step)
         if not is_now and own.has_denoised and (own.last == 0 or _is_complete(stack)):
             error = None  # it came when the loop was over
-        if own.last_ns is not None and error is None and not is_now:
-            stage.end_at(own.last_ns)
+        last_ns = own.last_seen_ns()
+        if last_ns is not None and error is None and not is_now:
+            stage.end_at(last_ns)
             if denoising is not None:
-                denoising.stage.end_at(own.last_ns)
+                denoising.stage.end_at(last_ns)
         with self.session.own_work():
             stack.leave(stage, error)
             if is_no_loop or _lies_in_another():
@@ -588,8 +627,8 @@ class OwnLoopObserver(Observer):
 
     def _drop(self, stack: StageStack) -> None:
         """Take back the generation: it was none."""
-        own = self._generations.pop(stack, None)
-        stack.leave_loop = stack.loop_steps = None
+        own: OwnGeneration | None = stack.loop
+        stack.loop = stack.leave_loop = stack.loop_steps = None
         if own is not None:
             stack.leave(own.stage, None)
             own.stage.dissolve(drops=self._dropped)
@@ -688,12 +727,12 @@ def _has_another_in(stage: LiveStage) -> bool:
 
 def _is_counted_by_host(own: OwnGeneration | None) -> bool:
     """Whether the host records this loop itself: it has a denoising of its own open here, or a step."""
-    for frame in frames_here():
+    frame = CURRENT.get()
+    while frame is not None:
         scope = frame.scope
-        if not scope.in_step and scope.name != DENOISING:
-            continue
-        if own is None or not any(denoising.stage.is_of(scope) for denoising in own.denoisings):
+        if frame.is_open and (scope.in_step or scope.name == DENOISING) and not (own and own.has(scope)):
             return True
+        frame = frame.outer
     return False
 
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -379,6 +379,7 @@ class StageStack:
         is_tiled: Whether the VAE was seen to work in tiles.
         moved: Nanoseconds that weights were moved for, and how often, by the stage that was open.
         outputs: What its stages made, until the call is over.
+        loop: What is seen of an own loop that is open here, of which its observer knows more; None: none is.
         loop_steps: Of an own loop that makes all steps of the schedule; None: not known.
         leave_loop: Ends the generation of an own loop that is open here, with an error or without; None: none is.
     """
@@ -399,6 +400,7 @@ class StageStack:
         self.is_tiled = False
         self.moved: dict[LiveStage, tuple[int, int]] = {}
         self.outputs = HeldOutputs(in_call=pipeline_id is not None)
+        self.loop: Any = None
         self.loop_steps: int | None = None
         self.leave_loop: Callable[[BaseException | None], None] | None = None
 
