@@ -381,31 +381,24 @@ def call_with_listeners(
     seen: Arguments,
 ) -> Any:
     """What the original gives, with all listeners told of the target and of those arguments that are `seen`."""
-    afters = _call_before(listeners, target, seen, kwargs)
+    afters: list[tuple[After, Listener]] = []  # of each what it wants to be called after the call
+    for listener in listeners:
+        try:
+            after = listener.before(target, seen, kwargs)
+        except Exception as failure:  # noqa: BLE001 - what a listener raises must not reach the host
+            listener.failed(failure)
+        else:
+            if after is not None:
+                afters.append((after, listener))
     try:
         result = original(*args, **kwargs)
     except BaseException as error:
         without_this_frame(error)
         _call_after(afters, None, error)
         raise
-    _call_after(afters, result, None)
+    if afters:
+        _call_after(afters, result, None)
     return result
-
-
-def _call_before(
-    listeners: tuple[Listener, ...], target: object, args: Arguments, kwargs: Keywords
-) -> list[tuple[After, Listener]]:
-    """Tell listeners that a call begins; gives what each wants to be called after it."""
-    afters = []
-    for listener in listeners:
-        try:
-            after = listener.before(target, args, kwargs)
-        except Exception as failure:  # noqa: BLE001 - what a listener raises must not reach the host
-            listener.failed(failure)
-        else:
-            if after is not None:
-                afters.append((after, listener))
-    return afters
 
 
 def _call_after(afters: list[tuple[After, Listener]], result: object, error: BaseException | None) -> None:

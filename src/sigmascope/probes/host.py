@@ -260,16 +260,21 @@ def process_rss_bytes() -> int | None:
 
     Made for hot paths. Linux counts pages per thread in batches, so the figure may lag by some pages.
     """
-    return process_rss().value
+    if _HAS_PROC:
+        try:
+            return int(_statm.read().split()[1]) * _PAGE_BYTES
+        except (OSError, ValueError, IndexError):  # a system without /proc; or the program closed the file
+            _statm.give_up()
+    return _rss_by_psutil().value
 
 
 def process_rss() -> Reading[int]:
     """Resident set size of this process in bytes, or the reason why it cannot be read."""
-    if _HAS_PROC:
-        try:
-            return Reading(int(_statm.read().split()[1]) * _PAGE_BYTES)
-        except (OSError, ValueError, IndexError):  # a system without /proc; or the program closed the file
-            _statm.give_up()
+    nbytes = process_rss_bytes()
+    return _rss_by_psutil() if nbytes is None else Reading(nbytes)
+
+
+def _rss_by_psutil() -> Reading[int]:
     return attempt(lambda: int(psutil.Process().memory_info().rss))
 
 

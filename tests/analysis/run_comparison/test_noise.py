@@ -113,7 +113,7 @@ def test_sides_that_took_turns_drift_together() -> None:
     turns = begun(now, [*range(5, 10), *range(15, 20)]), begun(before, [*range(5), *range(10, 15)])
     apart = begun(now, range(10, 20)), begun(before, range(10))
     assert [what_changed(*sides).headline for sides in (turns, apart)] == [
-        "1.10 × as long (1.06 s → 1.17 s): 107 ms more in the steps of denoising; nothing in the recipe explains it.",
+        "1.10 × as long (1.06 s → 1.17 s): 106 ms more in the steps of denoising; nothing in the recipe explains it.",
         "Nothing differs beyond noise.",
     ]
 
