@@ -241,11 +241,13 @@ class _OpenFile:
             OSError: It is not there, or the program has closed the file.
         """
         process = os.getpid()
-        if process not in self.numbers:
+        number = self.numbers.get(process)
+        if number is None:
             opened = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            if self.numbers.setdefault(process, opened) != opened:  # another thread was first
+            number = self.numbers.setdefault(process, opened)
+            if number != opened:  # another thread was first
                 os.close(opened)
-        return os.pread(self.numbers[process], 256, 0)
+        return os.pread(number, 256, 0)
 
     def give_up(self) -> None:
         """Read it no more in this process."""

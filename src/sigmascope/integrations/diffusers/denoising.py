@@ -185,6 +185,7 @@ def number_of(timestep: object) -> float | None:
     if is_tracing():  # type: ignore[no-untyped-call]
         return None
     try:
-        return float((timestep if timestep.numel() == 1 else timestep[(0,) * timestep.dim()]).item())
+        number = timestep if timestep.numel() == 1 else timestep[(0,) * timestep.dim()]
+        return float(number.item())
     except Exception:  # noqa: BLE001 - one that is empty, that vmap batches, or that has no memory, has no number
         return None

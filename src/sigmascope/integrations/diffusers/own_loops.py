@@ -56,7 +56,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 )
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.hooks import After, Arguments, ByIdentity, Keywords
-from sigmascope.monitor.recorder import CURRENT, LiveStage, frames_here
+from sigmascope.monitor.recorder import CURRENT, Frame, LiveStage, frames_here
 from sigmascope.monitor.scope import Scope
 from sigmascope.probes.models import pipeline_facts, unwrap
 from sigmascope.records.run import CallFacts
@@ -182,6 +182,8 @@ class OwnGeneration:
         name: What that is called in the record.
         form: How the first one takes its timestep.
         reads: How the last one does.
+        frame: The innermost scope of this context where the host was seen to record no step of its own.
+        told: Takes the end of a call.
         first: The first timestep's number; None: not known.
         last: The number of the last one.
         is_repeated: Whether a denoiser of unknown class was called for a second timestep.
@@ -201,6 +203,8 @@ class OwnGeneration:
     name: str = ""
     form: _Form | None = None
     reads: _Form | None = None
+    frame: Frame | None = None
+    told: After | None = None
     first: float | None = None
     last: float | None = None
     is_repeated: bool = False
@@ -238,6 +242,18 @@ class OwnGeneration:
             if denoising.stage.is_of(scope):
                 return True
         return False
+
+    def goes_on(self, stack: StageStack, number: float | None) -> bool:
+        """Whether a call of the same denoiser is a further one, of which all is known already."""
+        denoising = stack.denoising
+        return (
+            denoising is not None
+            and self.is_repeated
+            and not self.is_heard
+            and denoising is self.denoisings[-1]
+            and not self.starts_again(number)
+            and (stack.planned_steps is None or denoising.stepped < stack.planned_steps)
+        )
 
     def starts_again(self, number: float | None) -> bool:
         """Whether a timestep is that of another loop's beginning: the first one, after others."""
@@ -359,9 +375,10 @@ class OwnLoopObserver(Observer):
 
     def _before(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:
         """Take a call of what may be a denoiser: the hot path."""
-        if not self._is_meant(module):
+        session = self.session
+        if not (session.is_everywhere or self._is_meant(module)):
             return None
-        stack = self.session.stack_here()
+        stack = session.stack_here()
         if stack is None or not isinstance(module, nn.Module):
             return None
         own: OwnGeneration | None = stack.loop
@@ -378,15 +395,26 @@ class OwnLoopObserver(Observer):
         latents, timestep = form.read(args, kwargs)
         if not form.is_known and (self._refused.get(module) or not _is_timestep_of(latents, timestep)):
             return None
-        if is_tracing() or _is_counted_by_host(own):  # type: ignore[no-untyped-call]
+        number = number_of(timestep)
+        if (number is None or not isinstance(timestep, Tensor)) and is_tracing():  # type: ignore[no-untyped-call]
             return None
+        frame = CURRENT.get()
+        if own is None or own.frame is not frame or frame is None:
+            if _is_counted_by_host(own):
+                return None
+            if own is not None:
+                own.frame = frame
+        if own is not None and is_same and own.goes_on(stack, number):
+            own.last, own.calling = number, module
+            own.denoisings[-1].called(own.name, (latents, timestep if number is None else number), {})
+            return own.told
         is_heard = own.is_heard if own is not None and is_same else self._is_heard(module)
-        if is_heard and current_stack(self.session) not in (
+        if is_heard and current_stack(session) not in (
             None,
             stack,
         ):  # a pipeline calls it, from another context
             return None
-        return self._denoise(stack, own, module, form, latents, timestep, is_heard=is_heard)
+        return self._denoise(stack, own, module, form, latents, timestep, number, is_heard=is_heard)
 
     def _form(self, stack: StageStack, own: OwnGeneration | None, module: nn.Module) -> _Form | None:
         """How a module takes latents and timestep that is not the one that was called last; None: it is no denoiser here."""
@@ -421,10 +449,10 @@ class OwnLoopObserver(Observer):
         form: _Form,
         latents: object,
         timestep: object,
+        number: float | None,
         *,
         is_heard: bool,
     ) -> After:
-        number = number_of(timestep)
         if own is not None and (
             own.starts_again(number) or _is_complete(stack)
             if own.has_denoised
@@ -444,6 +472,7 @@ class OwnLoopObserver(Observer):
         own.last, own.calling = number, module
         if own.denoiser is None or own.denoiser() is not module:
             own.denoiser, own.is_heard, own.reads = weakref.ref(module), is_heard, form
+            own.told = partial(self._after, stack, own)
             own.name = own.uses(
                 "unet" if "UNet" in type(unwrap(module) or module).__name__ else "denoiser", module
             )
@@ -455,7 +484,7 @@ class OwnLoopObserver(Observer):
 
         if is_first and not form.is_known:
             return partial(self._after_first, stack, own, module, latents)
-        return partial(self._after, stack, own)
+        return own.told or partial(self._after, stack, own)
 
     def _after_first(
         self,
@@ -503,10 +532,10 @@ class OwnLoopObserver(Observer):
         return self.session.observer(SchedulerObserver)._before_schedule(scheduler, args, kwargs)
 
     def _before_step(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
-        if not self._is_meant(scheduler):
+        if not (self.session.is_everywhere or self._is_meant(scheduler)):
             return None
-        stack = self._stack()
-        own: OwnGeneration | None = None if stack is None else stack.loop
+        stack = self.session.stack_here()
+        own: OwnGeneration | None = None if stack is None else stack.loop  # no pipeline's stack has one
         if stack is None or own is None or stack.denoising is None:
             return None
         held = own.parts.get("scheduler")
@@ -709,9 +738,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 def _is_complete(stack: StageStack) -> bool:
     """Whether the open denoising has made all steps of the schedule."""
     denoising, planned = stack.denoising, stack.planned_steps
-    if denoising is None:
-        return True
-    return planned is not None and denoising.stepped >= planned
+    return denoising is None or (planned is not None and denoising.stepped >= planned)
 
 
 def _lies_in_another() -> bool:

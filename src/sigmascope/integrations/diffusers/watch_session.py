@@ -194,7 +194,7 @@ class Session:
 
         Outside of pipelines' calls there is one for each context, which lasts until the session is over.
         """
-        if self.is_over or not self.wants(pipeline):
+        if self.is_over or not (pipeline is None or self.wants(pipeline)):
             return None
         stack = current_stack(self)
         if stack is not None:
@@ -490,10 +490,12 @@ class StageStack:
 
 
 def current_stack(session: Session) -> StageStack | None:
-    """The session's innermost stack in this context."""
-    for stack in reversed(STACKS.get()):
-        if stack.session is session and not session.is_over:
-            return stack
+    """The session's innermost stack in this context: the hot path."""
+    stacks = STACKS.get()
+    if stacks and not session.is_over:
+        if stacks[-1].session is session:
+            return stacks[-1]
+        return next((stack for stack in reversed(stacks) if stack.session is session), None)
     return None
 
 
