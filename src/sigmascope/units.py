@@ -76,8 +76,9 @@ def statistic(value: int | float | None) -> str:
 
 
 def percent(part: int | float, whole: int | float) -> str:
-    """A share of a whole in per cent, without decimals; a dash if the whole is nothing."""
-    return f"{100 * part / whole:.0f} %" if whole > 0 else UNKNOWN
+    """A share of a whole in per cent, without decimals; a dash if the whole is nothing, or one of both is NaN or Inf."""
+    is_share = whole > 0 and math.isfinite(part) and math.isfinite(whole)
+    return f"{100 * part / whole:.0f} %" if is_share else UNKNOWN
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

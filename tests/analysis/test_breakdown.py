@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sigmascope.analysis.breakdown import headline, large_places, run_findings, time_breakdown
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.records.memory import (
     AcceleratorMemory,
@@ -298,7 +299,15 @@ def test_of_findings_on_the_series_by_one_rule_the_one_that_costs_most_leads() -
 def test_nothing_could_be_saved_of_a_time_that_is_not_known(seconds: float) -> None:
     finding = Finding("a", "info", "A.", {"gain_seconds": 1.0})
     run = Run("1", "", "", seconds, stages=(Stage("denoising", 0.0, 2.0),), findings=(finding,))
-    assert "could be saved" not in headline(run)
+    assert headline(run) == "How long it took is not known: the record holds no valid time."
+
+
+def test_no_rule_on_times_judges_a_generation_that_has_no_valid_one() -> None:
+    steps = Steps((0.0, 0.3), (0.3, 0.3))
+    denoising, decoding = Stage("denoising", 0.0, 0.6, steps=steps), Stage("latent_decoding", 0.6, 0.4)
+    for seconds, ids in ((1.0, {"time.vae_share"}), (math.nan, set())):
+        made = Stage("generation", 0.0, seconds, children=(denoising, decoding), facts={"call": {}})
+        assert {finding.id for finding in diagnose(run_of(made, seconds=seconds))} == ids
 
 
 def test_findings_come_once_the_gravest_first_then_those_with_most_to_gain() -> None:

@@ -500,8 +500,12 @@ def _start_and_each(run: Run) -> str | None:
 
 def _longest(run: Run) -> str | None:
     rows = time_breakdown(run)
-    if not run.stages or not rows:
-        return "Nothing was recorded: no stage was opened." if not run.stages else None
+    if not run.stages:
+        return "Nothing was recorded: no stage was opened."
+    if not is_duration(run.seconds):
+        return "How long it took is not known: the record holds no valid time."
+    if not rows:
+        return None
     longest = max(rows, key=lambda row: row.seconds)
     place, seconds = _longest_place(rows)
     if place is not None and longest.seconds < seconds <= run.seconds:

@@ -22,7 +22,15 @@ from sigmascope.analysis.rules import RULES, LooksAt, Rule, Seen, rule
 from sigmascope.records.latents import RECORD_FACT, encoding_record, findings_of_record
 from sigmascope.records.merge import ranks_of
 from sigmascope.records.recorded import Recorded, run_of
-from sigmascope.records.run import IDLE_LORAS, Finding, Run, Severity, Stage, folded_in_words
+from sigmascope.records.run import (
+    IDLE_LORAS,
+    Finding,
+    Run,
+    Severity,
+    Stage,
+    folded_in_words,
+    is_duration,
+)
 from sigmascope.units import printable
 
 __all__ = ["RULES", "diagnose"]
@@ -37,7 +45,7 @@ MODEL_STATE = "model_state."
 _SAID_BY_SERIES: Final = {rules_series.RECUR: "time.first_step_compiles"}
 """What a finding on the series says better than one on each of its generations."""
 _BESIDE_A_FAILURE: Final = ("time", "steps", "an idle device", "a slow device")
-"""What rules are about that say nothing of a generation that failed: it is not about how fast it was."""
+"""What rules are about that say nothing of a generation that failed, or of which no valid time is known."""
 EXPECTED_IN = frozenset({"model_loading", "lora_application", "model_sampling"})
 """Stages that are meant to change a model."""
 _CHANGES_ALL = frozenset({"model_loading", "lora_application"})
@@ -98,7 +106,8 @@ def _findings_of_process(run: Run) -> list[Finding]:
     by_subject: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
     for case in _readable_cases(run):
         failed = any(not stage.success and not _was_interrupted(stage) for stage in case.stages)
-        for finding in _findings(case, "generation", but=_BESIDE_A_FAILURE if failed else ()):
+        is_timed = not failed and is_duration(case.seconds)
+        for finding in _findings(case, "generation", but=() if is_timed else _BESIDE_A_FAILURE):
             about = next((finding.evidence[name] for name in _SUBJECTS if name in finding.evidence), None)
             alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
             alike.append((finding, case.number))

@@ -340,7 +340,8 @@ def _finding(finding: Finding) -> RenderableType:
     )
     text.append(f" [{finding.id}]", "dim")
     if finding.evidence:
-        text.append("\n  " + ", ".join(f"{key} {value}" for key, value in finding.evidence.items()))
+        known = (f"{key} {value}" for key, value in finding.evidence.items() if value is not None)
+        text.append("\n  " + ", ".join(known))
     if finding.advice:
         text.append(f"\n  What to do: {finding.advice}")
     return text
