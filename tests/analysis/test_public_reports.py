@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.analysis.faulty_runs import weights
+from tests.analysis.faulty_runs import component, pipeline, weights
 from tests.analysis.series import generation, series
 
 from sigmascope.analysis.breakdown import headline
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.what_changed import what_changed
-from sigmascope.records.run import HostFacts, Run, Stage
+from sigmascope.records.run import AttentionFacts, HostFacts, Run, Stage
+from sigmascope.records.serialization import to_plain
 
 MIB = 2**20
 
@@ -77,6 +78,20 @@ def test_memory_that_stays_with_each_lora_is_said() -> None:
     at = [int((6730.1 + 12.6 * number) * MIB) for number in range(11)]
     run = series(*(generation(2.0 * i, [0.3] * 4, rss=(at[i], at[i + 1])) for i in range(10)))
     assert "Memory of the process grows by 12.6 MB each call" in first_sentence(headline(run))
+
+
+def test_attention_that_a_lora_replaced_is_named() -> None:
+    """diffusers 2247: a LoRA took the place of xformers' attention, and each step takes longer."""
+    sides = []
+    for step, kind in ((0.15, "XFormersAttnProcessor"), (0.4, "LoRACrossAttnProcessor")):
+        made = pipeline(attention=AttentionFacts({kind: 32}), unet=component("denoiser"))
+        runs = runs_of(step, 50, libraries=THE_SAME)
+        of_each = [
+            replace(run.stages[0], facts={**run.stages[0].facts, "pipeline": to_plain(made)}) for run in runs
+        ]
+        sides.append([replace(run, stages=(stage,)) for run, stage in zip(runs, of_each, strict=True)])
+    said = first_sentence(what_changed(sides[1], sides[0]).headline)
+    assert "attention processors XFormersAttnProcessor → LoRACrossAttnProcessor may explain it" in said
 
 
 def loading(seconds: Sequence[float], method: str = "load_lora_weights") -> Run:

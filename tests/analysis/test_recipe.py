@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sigmascope.analysis.what_changed import first_difference, what_changed
-from sigmascope.records.run import HostFacts, Run, Stage, Steps, TensorFacts
+from sigmascope.records.run import AcceleratorFacts, HostFacts, Run, Stage, Steps, TensorFacts
 
 
 def tensor(mean: float | None) -> TensorFacts:
@@ -305,6 +305,18 @@ def test_a_generators_state_is_named_where_its_seed_is_the_same() -> None:
         generated(recipe={"generator_states": [state]}, means=(0.1, 0.2)) for state in ("aa", "bb")
     )
     assert what_changed([now], [before]).recipe == {"generator state": ("aa", "bb")}
+
+
+@pytest.mark.parametrize(("is_on", "varies"), [("False", True), ("True", False)])
+def test_pictures_that_differ_each_time_are_laid_to_kernels_that_may(is_on: str, varies: bool) -> None:
+    """diffusers 3061 and 1339: the same call twice with the same seed on a GPU, and pictures that differ a little."""
+    host = HostFacts(accelerators=(AcceleratorFacts("cuda:0", "NVIDIA A100", 40 * 2**30, "550", "8.0"),))
+    given = {"surroundings": {"deterministic algorithms": is_on}}
+    sides = [replace(generated(recipe=given, means=(0.1, mean)), host=host) for mean in (0.2, 0.2001)]
+    told = what_changed(sides[1:], sides[:1])
+    assert told.recipe == {}
+    assert "nothing in the recipe explains it" in told.headline
+    assert ("since deterministic algorithms are off" in told.headline) is varies
 
 
 def test_a_seed_that_another_device_draws_with_is_named_and_its_state_is_not() -> None:

@@ -16,6 +16,7 @@ from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
 from sigmascope.analysis.recipe import (
     COLLECTED,
     COMPILED,
+    DETERMINISTIC,
     ENVIRONMENT,
     FAULTS,
     NOT_SET,
@@ -58,7 +59,7 @@ _BELONGS_TO: Final = {
     "text_encoding": re.compile(
         r".*prompt.*|.*_embeds|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
     ),
-    "model_sampling": re.compile(r"scheduler.*|num_inference_steps"),
+    "model_sampling": re.compile(r"scheduler.*|num_inference_steps|sigmas|timesteps"),
     "latent_encoding": re.compile(r"vae.*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)),
     "denoising": re.compile(
         r"scheduler.*|seed|generator .*|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
@@ -82,6 +83,7 @@ _LOAD: Final = (OTHERS_USED, FAULTS, READ, COLLECTED)
 _MOST_UNREAD: Final = 4
 _BEYOND: Final = "what your own code does between the pipeline's stages is not looked at"
 _DATA_WRITES: Final = "what was written through a weight's .data after it was first read"
+_VARIES: Final = "kernels of a device may give other bits each time, since deterministic algorithms are off"
 _MOST_CHANGE_OF_OWN: Final = 0.1
 
 
@@ -134,7 +136,13 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     sentences = [
         failed,
         time,
-        _output_sentence(output, recipe, not_looked_at([*baseline, *new]), is_seeded=is_seeded),
+        _output_sentence(
+            output,
+            recipe,
+            not_looked_at([*baseline, *new]),
+            is_seeded=is_seeded,
+            may_vary=_may_vary([*baseline, *new]),
+        ),
     ]
     text = " ".join(filter(None, sentences))
     # Load from other programs is not a change of the run: only a time that it may explain has it.
@@ -362,7 +370,7 @@ def _short(value: str) -> str:
 
 
 def _output_sentence(
-    output: str | None, recipe: Differences, unread: Sequence[str], *, is_seeded: bool
+    output: str | None, recipe: Differences, unread: Sequence[str], *, is_seeded: bool, may_vary: bool
 ) -> str | None:
     """Which output differs first, and why; None if none differs.
 
@@ -371,6 +379,7 @@ def _output_sentence(
         recipe: What differs in the recipes.
         unread: What could not be read of them.
         is_seeded: Whether the calls had seeds.
+        may_vary: Whether a device need not give the same bits each time.
     """
     if output is None:
         return None
@@ -386,8 +395,14 @@ def _output_sentence(
         f"; not looked at: {', '.join((*unread[:_MOST_UNREAD], _DATA_WRITES))}"
         if unread
         else f"; {_BEYOND}, nor {_DATA_WRITES}"
-    )
+    ) + (f"; {_VARIES}" if may_vary else "")
     return f"The outputs differ from the {tensor} of {stage} on: {why}."
+
+
+def _may_vary(runs: Sequence[Run]) -> bool:
+    """Whether they ran beside an accelerator without PyTorch's deterministic algorithms."""
+    has_device = all(run.host is not None and run.host.accelerators for run in runs)
+    return has_device and recipe_of_runs(runs).get(DETERMINISTIC) == "False"
 
 
 def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -359,11 +360,14 @@ def _curves(run: Run, axis: _Axis) -> Iterator[dict[str, Any]]:
 
 
 def _steps(stages: Sequence[Stage], around: str = "") -> Iterator[dict[str, Any]]:
-    """A chart for each stage with steps enough to see something in it."""
+    """A chart for each stage with steps enough to see something in it; stages around them are numbered if they recur."""
+    counts, passed = Counter(stage.name for stage in stages), Counter[str]()
     for stage in stages:
+        passed[stage.name] += 1
+        number = f" {passed[stage.name]}" if counts[stage.name] > 1 else ""
         if len(stage.steps) >= _FEWEST_FOR_A_CHART:
             yield {**_steps_view(stage), "around": around}
-        yield from _steps(stage.children, stage.name)
+        yield from _steps(stage.children, f"{stage.name}{number}")
 
 
 def _steps_view(stage: Stage) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from tests.families.changes import lora_file
 from tests.families.pipelines import generate, make_pipeline
 
@@ -30,6 +31,17 @@ def test_pictures_that_vary_with_the_batch(pipe: Any) -> None:
     """diffusers 2659: one seed, and slightly other pictures in a batch."""
     before, now = (watched(pipe, num_images_per_prompt=count) for count in (1, 2))
     assert "batch_size 1 → 2" in first_sentence(now, before)
+
+
+def test_generators_in_another_order() -> None:
+    """diffusers 2560: a list of generators, of which each picture takes the one at its place."""
+    pipe, sides = make_pipeline("sd15"), []
+    for seeds in ((1001, 1002), (1002, 1001)):
+        call = {"generator": [torch.Generator().manual_seed(seed) for seed in seeds], "output_type": "pt"}
+        with sigmascope.watch(pipe) as watching, torch.no_grad():
+            pipe(["a fox", "a fox"], num_inference_steps=1, height=32, width=32, **call)
+        sides.append(watching.record())
+    assert "seed 1001, 1002 → 1002, 1001" in first_sentence(sides[1], sides[0])
 
 
 def test_a_lora_that_was_fused_and_unfused_leaves_other_weights(pipe: Any, tmp_path: Any) -> None:

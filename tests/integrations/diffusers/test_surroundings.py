@@ -76,14 +76,18 @@ def with_free_u(pipe: Any) -> Iterator[None]:
         pipe.disable_freeu()
 
 
+def brighter(sample: Any, _timestep: Any) -> Any:
+    return 1.01 * sample
+
+
 @contextmanager
-def patched(owner: Any, name: str) -> Iterator[None]:
+def patched(owner: Any, name: str, by: Callable[..., Any] | None = None) -> Iterator[None]:
     original = getattr(owner, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    setattr(owner, name, replacement)
+    setattr(owner, name, by or replacement)
     try:
         yield
     finally:
@@ -124,6 +128,26 @@ def with_variable(_pipe: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def other_table(pipe: Any) -> Iterator[None]:
+    was = pipe.scheduler.alphas_cumprod
+    pipe.scheduler.alphas_cumprod = 0.99 * was
+    try:
+        yield
+    finally:
+        pipe.scheduler.alphas_cumprod = was
+
+
+@contextmanager
+def other_factor(pipe: Any) -> Iterator[None]:
+    was = pipe.vae.config.scaling_factor
+    pipe.vae.register_to_config(scaling_factor=0.2)
+    try:
+        yield
+    finally:
+        pipe.vae.register_to_config(scaling_factor=was)
+
+
 class Planted(NamedTuple):
     """A change, and by which words of a recipe it is named."""
 
@@ -161,6 +185,12 @@ PLANTED = {
     "a patched method of the pipeline": Planted(
         "pipeline methods none → encode_prompt by replacement", lambda pipe: patched(pipe, "encode_prompt")
     ),
+    "a patched method of the scheduler": Planted(
+        "scheduler methods none → scale_model_input by brighter",
+        lambda pipe: patched(pipe.scheduler, "scale_model_input", brighter),
+    ),
+    "a scheduler's table": Planted("scheduler alphas_cumprod ", other_table),
+    "a factor of the VAE": Planted("vae scaling_factor 0.18215 → 0.2", other_factor),
     "train mode": Planted("train mode none → unet", training),
     "a switch of the environment": Planted("NVIDIA_TF32_OVERRIDE not set → 0", with_variable),
     "a tokenizer's limit": Planted("tokenizer model_max_length 77 → 5", shorter),
@@ -174,6 +204,14 @@ def test_what_was_planted_is_named(pipe: Any, before: Run, planted: Planted) -> 
     named = [f"{name} {was} → {new}" for name, (was, new) in recipe_differences([now], [before]).items()]
     assert any(words.startswith(planted.words) for words in named), named
     assert planted.words in what_changed([now], [before]).headline.split(". ")[0]
+
+
+def test_the_tiles_of_a_vae_are_compared_where_it_uses_them(pipe: Any) -> None:
+    assert "vae tiles" not in surroundings.surroundings_of(pipe)
+    vae = make_pipeline("sd15").vae
+    vae.enable_tiling()
+    vae.tile_sample_min_size = 16
+    assert "sample_min_size 16" in surroundings.surroundings_of({"vae": vae})["vae tiles"]
 
 
 def test_the_schedule_as_it_is_used_is_compared(before: Run) -> None:

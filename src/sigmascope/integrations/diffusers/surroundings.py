@@ -1,7 +1,7 @@
 """What decides a call's output beside its arguments and weights: switches of PyTorch, modes, hooks, patched methods.
 
 `surroundings_of` reads it at the end of a call, by name, as short texts that two runs can be compared by. It calls nothing of the
-host's, reads no weight, and waits for no accelerator. Of the environment it reads a fixed list of names, none of which
+host's, reads no weight (but a scheduler's short tables), and waits for no accelerator. Of the environment it reads a fixed list of names, none of which
 holds a secret.
 """
 
@@ -13,7 +13,8 @@ from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from sigmascope.integrations.diffusers.recipe import models_in
 from sigmascope.probes.models import components_of
@@ -34,6 +35,11 @@ _LONGEST: Final = 60
 _MOST_NAMED: Final = 4
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
 _OWN: Final = "sigmascope."
+_FACTORS: Final = ("scaling_factor", "shift_factor")
+"""Of a VAE's configuration: what pipelines multiply latents by."""
+_TABLES: Final = ("betas", "alphas_cumprod")
+"""What a scheduler made of its configuration, from which each schedule is taken."""
+_CPU: Final = torch.device("cpu")
 _FREEU: Final = ("s1", "s2", "b1", "b2")
 """What diffusers' `enable_freeu` sets on the blocks of a U-Net's way up."""
 
@@ -79,6 +85,7 @@ def surroundings_of(pipeline: object) -> dict[str, str]:
     for name, module in models.items():
         found |= attempt(lambda name=name, module=module: dict(_of_model(name, module))).value or {}  # type: ignore[misc]
     found |= attempt(lambda: dict(_of_tokenizers(pipeline))).value or {}
+    found |= attempt(lambda: dict(_of_parts(pipeline))).value or {}
     patched = attempt(lambda: dict(_patched(pipeline)))
     if patched.value is not None:
         found["pipeline methods"] = _in_words(patched.value)
@@ -170,6 +177,26 @@ def _of_tokenizers(pipeline: object) -> Iterator[tuple[str, str]]:
         longest = getattr(part, "model_max_length", None) if "tokenizer" in str(name) else None
         if isinstance(longest, int):
             yield f"{name} model_max_length", str(longest)
+
+
+def _of_parts(pipeline: object) -> Iterator[tuple[str, str]]:
+    """What schedulers and VAEs calculate with beside their weights, and methods that others put on what is no model."""
+    for name, part in (components_of(pipeline) or {}).items():
+        if part is None:
+            continue
+        config = getattr(part, "config", None)
+        for key in _FACTORS if isinstance(config, Mapping) else ():
+            if config.get(key) is not None:
+                yield f"{name} {key}", _short(config[key])
+        if getattr(part, "use_tiling", None) is True:
+            tiles = {key: value for key, value in vars(part).items() if key.startswith("tile_")}
+            yield f"{name} tiles", _short(", ".join(f"{key[5:]} {tiles[key]}" for key in sorted(tiles)))
+        if not isinstance(part, nn.Module):
+            yield f"{name} methods", _in_words(dict(_patched(part)))
+            for key in _TABLES:
+                table = getattr(part, key, None)
+                if isinstance(table, Tensor) and table.device == _CPU:
+                    yield f"{name} {key}", xxh3_64_hexdigest(table.detach().contiguous().numpy().tobytes())
 
 
 def _of_everywhere() -> Iterator[tuple[str, str]]:
