@@ -208,10 +208,10 @@ def test_what_was_planted_is_named(pipe: Any, before: Run, planted: Planted) -> 
 
 def test_the_tiles_of_a_vae_are_compared_where_it_uses_them(pipe: Any) -> None:
     assert "vae tiles" not in surroundings.surroundings_of(pipe)
-    vae = make_pipeline("sd15").vae
-    vae.enable_tiling()
-    vae.tile_sample_min_size = 16
-    assert "sample_min_size 16" in surroundings.surroundings_of({"vae": vae})["vae tiles"]
+    tiled = make_pipeline("sd15")
+    tiled.vae.enable_tiling()
+    tiled.vae.tile_sample_min_size = 16
+    assert "sample_min_size 16" in surroundings.surroundings_of(tiled)["vae tiles"]
 
 
 def test_the_schedule_as_it_is_used_is_compared(before: Run) -> None:
