@@ -184,8 +184,9 @@ def _of_parts(pipeline: object) -> Iterator[tuple[str, str]]:
     for name, part in (components_of(pipeline) or {}).items():
         if part is None:
             continue
-        config = getattr(part, "config", None)
-        for key in _FACTORS if isinstance(config, Mapping) else ():
+        held = getattr(part, "config", None)
+        config: Mapping[str, Any] = held if isinstance(held, Mapping) else {}
+        for key in _FACTORS:
             if config.get(key) is not None:
                 yield f"{name} {key}", _short(config[key])
         if getattr(part, "use_tiling", None) is True:
