@@ -203,7 +203,8 @@ def own_change_of(values: Sequence[float], *, apart: float = 1.0) -> float:
     """By what share the times of one side move by themselves.
 
     This is 0.9 times the way that their trend (Theil and Sen's, which one late run does not move) goes in as many values
-    again, which is where the other side lies (`apart` of that where the sides took turns); or 2.5 times their median deviation from the median, if that is more.
+    again, which is where the other side lies (`apart` of that, see `share_apart`); or 2.5 times their median deviation from
+    the median, if that is more.
     """
     if len(values) < 2 or (middle := median(values)) <= _MOST_COUNTED_AS_0:
         return 0.0
