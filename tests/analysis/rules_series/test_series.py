@@ -86,9 +86,9 @@ def test_no_row_tells_of_a_mean_that_no_step_and_no_stage_has() -> None:
 
 
 def page(run: Run) -> str:
-    console = Console(file=io.StringIO(), width=140)
-    print_run(run, console)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    file = io.StringIO()
+    print_run(run, Console(file=file, width=140))
+    return file.getvalue()
 
 
 def test_one_slow_first_step_is_a_warm_up_and_no_series() -> None:
