@@ -191,6 +191,14 @@ def test_memory_is_what_stays_and_what_a_generation_adds(where: str) -> None:
     )
 
 
+def test_memory_that_one_of_several_generations_adds_is_not_said_of_each() -> None:
+    stages = tuple(
+        Stage("generation", started, 2.0, memory=in_use(5 * GB, None), peak=peak(most * GB, None))
+        for started, most in ((1.0, 8), (3.0, 5), (5.0, 5))
+    )
+    assert headline(run_of(*stages)).endswith("5 GB of it stays in use, one of 3 generations adds 3 GB.")
+
+
 def test_memory_that_was_not_recorded_is_not_divided() -> None:
     stage = Stage("generation", 1.0, 2.0, peak=peak(8 * GB, None))
     assert headline(run_of(stage)).endswith("Peak of memory: 8 GB, in generation.")

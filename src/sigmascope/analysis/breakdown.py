@@ -609,11 +609,14 @@ def _peak(run: Run) -> str | None:
 
 def _stays_and_each(run: Run, where: str) -> str:
     """What is in use between the generations, and what each adds while it runs; nothing where that is not known."""
-    known_use = [use for stage in _generations(run) if (use := use_around(stage, where)) is not None]
+    generations = _generations(run)
+    known_use = [use for stage in generations if (use := use_around(stage, where)) is not None]
     if not known_use:
         return ""
     stays, added = (median(values) for values in zip(*known_use, strict=True))
     each = f"each of {len(known_use)} generations" if len(known_use) > 1 else "the generation"
+    if len(known_use) == 1 < len(generations):
+        each = f"one of {len(generations)} generations"
     return (
         f"; {units.format_size(int(stays))} of it stays in use, {each} adds {units.format_size(int(added))}"
     )
