@@ -50,7 +50,7 @@ format: $(VENV)/installed-dev ## Format and mend what the linter can mend
 	$(BIN)/ruff check --fix $(SOURCES)
 
 bench: $(VENV)/installed-bench ## Run the benchmarks; each prints a table with ratios
-	for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script || exit 1; done
+	for script in benchmarks/*.py; do echo "== $$script"; SIGMASCOPE_KEEP=0 PYTHONPATH=. $(BIN)/python $$script || exit 1; done
 
 docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Protocol
 
 import pytest
@@ -22,6 +23,10 @@ from torch import Tensor
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_sessionstart"]  # hooks
 
 check_annotations()
+
+# No test writes to the user's store: those that keep runs name a place of their own.
+os.environ["SIGMASCOPE_KEEP"] = "0"
+os.environ["SIGMASCOPE_STORE"] = str(Path(gettempdir(), f"sigmascope-tests-{os.getpid()}", "runs.db"))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's way with what it runs in the background
     signal.signal(
@@ -208,3 +213,13 @@ def comfy() -> Checkout:
     if reason is not None:
         pytest.skip(reason)
     return Checkout(Path(os.environ[VARIABLE]))
+
+
+@pytest.fixture
+def store_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the store of runs is to be; runs are kept there while the test lasts."""
+    path = tmp_path / "data" / "runs.db"
+    monkeypatch.setenv("SIGMASCOPE_STORE", str(path))
+    monkeypatch.delenv("SIGMASCOPE_KEEP")
+    monkeypatch.setattr("sigmascope.history.keeper.gettempdir", lambda: str(tmp_path / "tmp"))
+    return path

@@ -7,6 +7,8 @@ SigmascopeError
     │   ├── WriteError            the target cannot be written; it is as it was before
     │   └── RecordError           a saved run that cannot be read
     │       └── NewerSchemaError  written by a later version
+    ├── StoreError                the store of runs is not there, locked, full, damaged, or of a later version
+    │   └── OtherRunError         another run in it has the same id
     ├── ConfigError               a YAML or option that does not make sense
     ├── DataError                 training data that cannot be used
     ├── OtherProcessError         another process of the same training failed or ended
@@ -82,6 +84,14 @@ class RecordError(FileError):
 
 class NewerSchemaError(RecordError):
     """A saved run was written by a later version of Sigmascope."""
+
+
+class StoreError(SigmascopeError):
+    """The store of runs cannot be used, or does not have what was asked for."""
+
+
+class OtherRunError(StoreError):
+    """The store holds another run with the same id."""
 
 
 class ConfigError(SigmascopeError):

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import os
 import secrets
 import shutil
 import sys
@@ -33,6 +34,7 @@ def main() -> int:
     console = Console(stderr=True)
     console.print(f"seed {seed}, N = {asked.n:g}", highlight=False)
     torch.set_num_threads(1)  # a thread of PyTorch's own would be missing in each child
+    os.environ["SIGMASCOPE_KEEP"] = "0"  # nothing is written to the user's store
     outcomes: list[Outcome] = []
     work = Path(tempfile.mkdtemp(prefix="chaos-"))
     try:

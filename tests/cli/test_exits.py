@@ -7,6 +7,7 @@ As was reported of others: Click repeats what was typed (pallets/click#3832), na
 import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +26,9 @@ from typer.main import get_command
 
 import sigmascope
 from sigmascope.cli import root
-from sigmascope.records.serialization import run_to_json
+from sigmascope.history.location import STORE
+from sigmascope.history.store import open_store
+from sigmascope.records.serialization import load_run, run_to_json
 
 EVIL = "a\x1b]0;x\x07\x9b31m\u202eb[/bold]\u732b✓"
 """A terminal's title, a colour, a turned direction, markup, and characters that most encodings lack."""
@@ -50,6 +53,9 @@ EXITS = (
     "lbm create-base --config_path YAML --save_path OUT", "lbm create-base --config_path NONE --save_path OUT",
     "lbm infer --base_model_path NONE --source_image NONE --output_path PICTURE", "lbm make-shards FOLDER NONE",
     "lbm serve --base_model_path NONE", "lbm train --path_config YAML --dry_run", "lbm train --path_config NONE",
+    "runs list", "runs list --json", "runs list --pipeline EVIL", "runs list --tag EVIL", "runs show latest", "runs show EVIL", "runs tag EVIL latest",
+    "runs note latest EVIL", "runs rm latest", "runs prune --most 0", "runs export out.jsonl", "runs export EVIL", "runs import RUN2", "runs import NONE",
+    "runs query SELECT(id)FROM(runs)", "runs query SELECT(note)FROM(notes)", "runs query EVIL", "show latest", "compare", "compare latest EVIL", "runs EVIL",
     "EVIL", "lora EVIL", "lora inspect LORA EVIL",
 )  # fmt: skip
 """Command lines, ending well or not; capitals stand for files whose names and content are evil."""
@@ -91,6 +97,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    made["STORE"] = evil / "runs.db"
+    with open_store(f"sqlite:///{made['STORE']}") as store:
+        store.add(load_run(made["RUN"]), EVIL, tags=["told"], notes=[EVIL])
     made["YAML"] = evil / f"YAML{NAME}.yaml"
     config = (sound["config in.yaml"] / "in.yaml").read_text(encoding="utf-8")
     made["YAML"].write_text(f"{json.dumps(EVIL)}: {json.dumps(EVIL)}\n{config}", encoding="utf-8")
@@ -118,6 +127,8 @@ def test_nothing_acts_on_the_terminal_and_no_encoding_fails(
     line: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    shutil.copy(files["STORE"], tmp_path / "runs.db")
+    monkeypatch.setenv(STORE, str(tmp_path / "runs.db"))
     encoding = ENCODINGS[EXITS.index(line) % len(ENCODINGS)]
     known = {
         **files,

@@ -196,6 +196,50 @@ def recipe_of(run: Run) -> Iterator[tuple[str, object]]:
         yield from _of_host(run.host)
 
 
+def recipe_digest(run: Run) -> str | None:
+    """A name for what the run was asked to make: the same for runs of the same request.
+
+    Prompts count by their hashes, so that it is the same whether their texts are kept. Left out is what may change a
+    request's time or output behind its back: versions, machine, dtypes, offloading, files of weights, switches.
+
+    Returns:
+        16 hexadecimal digits; None: no generation's call is known.
+    """
+    entries: list[str] = []
+    try:
+        requests = [case for case in cases(run) if case.number is not None]
+    except ValueError:  # facts that somebody changed by hand
+        return None
+    for case in requests:
+        entries.append(f"generation {case.number}")
+        entries += sorted(f"{name}={value}" for name, value in _of_request(case) if value is not None)
+    return sha256("\n".join(entries).encode("utf-8", "replace")).hexdigest()[:16] if requests else None
+
+
+def _of_request(case: Case) -> Iterator[tuple[str, object]]:
+    facts = case.stages[0].facts if case.stages else {}
+    prompts = facts.get("prompts")
+    for name, prompt in prompts.items() if isinstance(prompts, Mapping) else ():
+        if isinstance(prompt, Mapping):
+            yield f"prompt {name}", prompt.get("sha256")
+    yield "seed", facts.get("seeds") or case.call.seed
+    yield from _of_call(case.call)
+    yield "pipeline", None if case.pipeline is None else case.pipeline.class_name
+    yield (
+        "scheduler",
+        next((stage.facts["scheduler"] for stage in case.stages if "scheduler" in stage.facts), None),
+    )
+    more = facts.get(RECIPE)
+    if isinstance(more, Mapping):
+        for part in ("arguments", "given"):
+            entries = more.get(part)
+            yield from entries.items() if isinstance(entries, Mapping) else ()
+        loras = more.get("loras")
+        for name, lora in loras.items() if isinstance(loras, Mapping) else ():
+            if isinstance(lora, Mapping):
+                yield f"LoRA {name} strength", lora.get("strength")
+
+
 def _of_checks(run: Run) -> Iterator[tuple[str, object]]:
     """Whether the weights that layers use confirm the LoRAs: the last that is known of each weight."""
     results: dict[str, str] = {}

@@ -17,9 +17,10 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.cli import options
-from sigmascope.cli.console import Console, facts, needs_extra, plain, print_json, progress_bar, table
-from sigmascope.cli.options import AsJson, option_groups
+from sigmascope.cli.console import Console, facts, needs_extra, plain, print_json, progress_bar, say, table
+from sigmascope.cli.options import AsJson, NoKeep, option_groups
 from sigmascope.errors import ConfigError
+from sigmascope.history.keeper import keep_all
 from sigmascope.records.performance import BenchCase
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class BenchRequest:
         Path | None,
         typer.Option("--output", "-o", help="Folder for the runs. By default a new one.", show_default=False),
     ] = None
+    no_keep: NoKeep = False
     as_json: AsJson = False
 
 
@@ -118,6 +120,8 @@ def bench(request: BenchRequest) -> None:
         results = run_benchmark(
             subject, cases, bench_options, output=output, load_seconds=load_seconds, progress=progress
         )
+    if not request.no_keep:
+        keep_all([run for result in results for run in result.runs], "bench", _tell)
     if request.as_json:
         print_json(
             {
@@ -135,6 +139,10 @@ def bench(request: BenchRequest) -> None:
         print_bench(Console(), subject.name, load_seconds, results, output, target=request.target)
     if not all(result.failure is None for result in results):
         raise typer.Exit(1)
+
+
+def _tell(line: str) -> None:
+    say(f"Sigmascope: {line}", err=True)
 
 
 def cases_of(

@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -13,9 +13,9 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from sigmascope import units
-from sigmascope.cli.console import Console, plain, print_json, put, say, table
+from sigmascope.cli.console import Console, local_time, plain, print_json, put, say, table
 from sigmascope.cli.options import AsJson, Full
-from sigmascope.errors import ConfigError, RecordError, SigmascopeError
+from sigmascope.errors import ConfigError, RecordError, SigmascopeError, StoreError
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.reports.surfaces import surfaces
 
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(rich_markup_mode="rich")
+KEPT_RUNS: Final = "runs that were kept (latest, latest~1, @tag, an id)"
 EPILOG = """Examples:
 
 sigmascope compare before.json after.json
+
+sigmascope compare             the last run that was kept, with the last comparable one before it
 
 sigmascope compare after --baseline before --by-step
 """
@@ -52,6 +55,8 @@ SHOW_EPILOG = """Examples:
 sigmascope show run.json
 
 sigmascope show                the newest run of this folder
+
+sigmascope show latest         the last run that was kept
 
 sigmascope show run.json --full
 
@@ -84,12 +89,16 @@ class ManyBaselines(TyperCommand):
 
 @app.command("compare", cls=ManyBaselines, epilog=EPILOG)
 def compare(
-    runs: Annotated[list[Path], _path_argument("Runs: files written by Run.save, or folders of them.")],
+    runs: Annotated[
+        list[Path] | None,
+        _path_argument(f"Runs: files written by Run.save, or folders of them, or {KEPT_RUNS}."),
+    ] = None,
     baseline: Annotated[
         list[Path] | None,
         typer.Option(
             "--baseline",
-            help="Runs before the change; several may follow. Without it, the first of two runs is the one before.",
+            help="Runs before the change; several may follow. Without it, the first of two runs is the one before; "
+            "before a run alone, or the last one that was kept, it is the last comparable one that was kept.",
             show_default=False,
         ),
     ] = None,
@@ -116,14 +125,21 @@ def compare(
     from sigmascope.analysis.work_comparison import compare_work
 
     require_alpha(alpha)
-    if not baseline:
-        if len(runs) != 2:
-            raise ConfigError(
-                "compare needs two runs, or --baseline with the runs from before the change.",
-                hint="sigmascope compare before.json after.json, or sigmascope compare after --baseline before.",
-            )
-        baseline, runs = runs[:1], runs[1:]
-    pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
+    if baseline:
+        named = (runs or [Path("latest")])[0]
+        sides = load_sides(runs or [named], baseline)
+    elif runs and len(runs) == 2:
+        named = runs[1]
+        sides = load_sides(runs[1:], runs[:1])
+    elif not runs or (len(runs) == 1 and _is_kept(runs[0])):
+        named = (runs or [Path("latest")])[0]
+        sides = _with_the_one_before(named)
+    else:
+        raise ConfigError(
+            "compare needs two runs, or --baseline with the runs from before the change.",
+            hint="sigmascope compare before.json after.json, or sigmascope compare after --baseline before.",
+        )
+    pairs, missing = require_pairs(*sides, named=named)
     limits = Limits(alpha)
     comparisons = tuple(
         compare_work(work, *sides, by_step=by_step, limits=limits) for work, sides in pairs.items()
@@ -132,6 +148,33 @@ def compare(
         print_json({"comparisons": [comparison.as_dict() for comparison in comparisons], "missing": missing})
     else:
         _print_comparisons(Console(), comparisons, missing, full=full)
+
+
+def _with_the_one_before(named: Path) -> "tuple[list[Run], list[Run]]":
+    """A run of the store, and the last one before it that did the same kind of work. Stderr names both.
+
+    Raises:
+        StoreError: There is no such run, none before it, or the store cannot be used.
+        ConfigError: Several runs are meant.
+    """
+    from sigmascope.history.references import runs_of
+    from sigmascope.history.store import open_store
+
+    with open_store(create=False) as store:
+        run, *others = runs_of(str(named), store)
+        if others:
+            raise ConfigError(
+                f"{named} means {len(others) + 1} runs.", hint=f"sigmascope compare {named} --baseline RUN"
+            )
+        before = store.comparable_before(run, limit=1)
+        if not before:
+            raise StoreError(
+                f"No run like {run.row.id} was kept before it: of the same pipeline, model, size, steps and device.",
+                hint="List what is kept with sigmascope runs, and name two of them.",
+            )
+        for what, kept in (("Before", before[0]), ("Now", run)):
+            say(f"{what}: {kept.row.id}, {local_time(kept.row.started_at)}", err=True)
+        return [store.record(run.number)], [store.record(before[0].number)]
 
 
 def _print_comparisons(
@@ -265,7 +308,10 @@ def _runs(count: int) -> str:
 
 @app.command("check", cls=ManyBaselines, epilog=CHECK_EPILOG)
 def check(
-    runs: Annotated[list[Path], _path_argument("New runs: files written by Run.save, or folders of them.")],
+    runs: Annotated[
+        list[Path],
+        _path_argument(f"New runs: files written by Run.save, or folders of them, or {KEPT_RUNS}."),
+    ],
     baseline: Annotated[
         list[Path],
         typer.Option(
@@ -434,8 +480,8 @@ def show(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files written by Run.save or sigmascope watch, or folders of them; "
-            "without one, the newest run of this folder.",
+            help=f"Files written by Run.save or sigmascope watch, or folders of them, or {KEPT_RUNS}; "
+            "without one, the newest run of this folder, or else the last one that was kept.",
             show_default=False,
         ),
     ] = None,
@@ -467,7 +513,7 @@ def show(
     from sigmascope.reports import print_run
 
     privacy = privacy_of(prompts).name
-    loaded = load_runs(runs) if runs else [newest_run(Path())]
+    loaded = load_runs(runs) if runs else newest_runs(Path())
     asked = [surface for surface in surfaces() if wanted[surface.name]]
     for surface in asked:
         path = wanted[surface.name]
@@ -523,8 +569,8 @@ def _open_in_browser(runs: "Sequence[Run]", prompts: PromptPrivacy) -> None:
         say(f"No browser could be opened; the report is in {page}", err=True)
 
 
-def newest_run(folder: Path) -> "Run":
-    """The newest run among a folder's .json files. Stderr names it and each file that was skipped.
+def newest_runs(folder: Path) -> "list[Run]":
+    """The newest run among a folder's .json files, else the last that was kept. Stderr names it and each file that was skipped.
 
     Raises:
         ConfigError: There is none.
@@ -532,16 +578,21 @@ def newest_run(folder: Path) -> "Run":
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in files:
         try:
-            run = load_runs([path])[0]
+            run = load_runs([path])
         except SigmascopeError as error:
             say(f"Skipped: {error.message}", err=True)
             continue
         say(f"The newest run here is {path}", err=True)
         return run
-    raise ConfigError(
-        "This folder holds no saved run.",
-        hint="Make one with sigmascope watch SCRIPT, or name the file: sigmascope show RUN.json",
-    )
+    try:
+        kept = load_runs([Path("latest")])
+    except StoreError:
+        raise ConfigError(
+            "This folder holds no saved run.",
+            hint="Make one with sigmascope watch SCRIPT, or name the file: sigmascope show RUN.json",
+        ) from None
+    say(f"No run is saved here. The last one that was kept is {kept[0].id}", err=True)
+    return kept
 
 
 def load_sides(new: Sequence[Path], baseline: Sequence[Path]) -> "tuple[list[Run], list[Run]]":
@@ -560,21 +611,51 @@ def load_sides(new: Sequence[Path], baseline: Sequence[Path]) -> "tuple[list[Run
 
 
 def load_runs(paths: Sequence[Path]) -> "list[Run]":
-    """The runs in these files, and in the .json files of these folders, by name.
+    """The runs in these files, in the .json files of these folders, by name, and those of the store that are meant.
 
     Raises:
         RecordError: A path does not exist, a folder holds no .json file, a file is not a run or holds impossible times,
             or two files are the same run.
+        StoreError: A word that means a run of the store means none there, or several.
     """
     from sigmascope.records.run import impossible_times
-    from sigmascope.records.serialization import load_run
 
-    runs = {path: load_run(path) for given in paths for path in _files(given)}  # each file once
+    runs = {path: run for given in paths for path, run in _runs_of(given)}  # each file once
     for path, run in runs.items():
         for wrong in impossible_times(run):
             raise RecordError(path, f"is damaged: {wrong}.", hint="Leave it out, or record the run again.")
     _refuse_copies(runs)
     return list(runs.values())
+
+
+def _runs_of(given: Path) -> "Iterator[tuple[Path, Run]]":
+    """The runs of a file or folder; if there is none of that name, those of the store that it means."""
+    from sigmascope.records.serialization import load_run
+
+    if not _is_kept(given):
+        yield from ((path, load_run(path)) for path in _files(given))
+        return
+    from sigmascope.history.references import runs_of
+    from sigmascope.history.store import open_store
+
+    try:
+        with open_store(create=False) as store:
+            for kept in runs_of(str(given), store):
+                yield Path(f"{given} ({kept.row.id})"), store.record(kept.number)
+    except StoreError as error:
+        if str(given).startswith(("latest", "@")):
+            raise
+        message = f"does not exist, and no run that is kept has that id ({error.message})"
+        raise RecordError(
+            given, message, hint="Check the path. sigmascope runs lists what is kept."
+        ) from error
+
+
+def _is_kept(given: Path) -> bool:
+    """Whether a word means a run of the store: no file has that name, and it reads like one."""
+    from sigmascope.history.references import is_reference
+
+    return is_reference(str(given)) and not os.path.exists(given)  # noqa: PTH110 - False of a name that is too long, where `Path` raises
 
 
 def _files(path: Path) -> list[Path]:

@@ -86,6 +86,9 @@ Full = Annotated[
     bool, typer.Option("--full", help="Print every stage, device, tensor and finding, not the verdict alone.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
+NoKeep = Annotated[
+    bool, typer.Option("--no_keep", help="Put the run into no store; else it is kept: sigmascope runs.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every layer.")]
 BasePath = Annotated[
     Path,

@@ -49,6 +49,10 @@ app = typer.Typer(
                 "sigmascope.cli.compare",
                 "Show where a saved run's time and memory went, what is wrong, and what to do.",
             ),
+            "runs": OnDemand(
+                "sigmascope.cli.runs",
+                "List, find, tag and exchange the runs that were kept, and query them in SQL.",
+            ),
             "watch": OnDemand(
                 "sigmascope.cli.start", "Run a script unchanged and see where its time and memory go."
             ),

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.cli.console import Console, facts, needs_extra, plain, print_json, progress_bar, say
-from sigmascope.cli.options import AsJson, Full
+from sigmascope.cli.options import AsJson, Full, NoKeep
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import require_writable
 from sigmascope.installation import install_extra
@@ -93,6 +93,7 @@ def watch(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
     full: Full = False,
+    no_keep: NoKeep = False,
     install: Annotated[
         bool,
         typer.Option(
@@ -129,6 +130,7 @@ def watch(
         quiet="1" if quiet else None,
         full="1" if full else None,
         launched="1",
+        keep="0" if no_keep else None,
     )
     how = ["-m"] if module else ["-c"] if code else []
     launch([*how, script or "", *(arguments or [])], settings)

@@ -22,12 +22,15 @@ from typing import Any, Final
 
 from sigmascope.analysis.run_figures import percentile
 from sigmascope.errors import ConfigError
+from sigmascope.history.keeper import keep
 from sigmascope.installation import install_extra
+from sigmascope.integrations.autostart import say
 from sigmascope.monitor.generation import SERVED, ServedRequest
 from sigmascope.monitor.guard import Guard, whole_number
 from sigmascope.probes.reading import error_text, keeps_words
 from sigmascope.records.performance import RequestRecord
-from sigmascope.records.prompts import PromptPrivacy, privacy_of
+from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_texts
+from sigmascope.records.run import Run
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -62,7 +65,9 @@ class PerformanceMonitoringMiddleware:
             prometheus-client.
         on_request: Called with the `RequestRecord` of each finished request.
         prompts: Exceptions and paths may quote a prompt. So unless this is "full", the record of a request has no text of
-            the application's exception, and instead of the path its route, or its first part.
+            the application's exception, and instead of the path its route, or its first part. Runs are kept without what
+            this does not allow.
+        keep_runs: Whether the run of each generation of a `PerformanceMonitor` goes to the store of runs (`docs/history.md`).
         clock: Monotonic nanoseconds.
 
     Raises:
@@ -87,9 +92,12 @@ class PerformanceMonitoringMiddleware:
         metrics_path: str | None = None,
         on_request: Callable[[RequestRecord], None] | None = None,
         prompts: PromptPrivacy = "full",
+        keep_runs: bool = True,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.app = app
+        self._prompts = prompts
+        self._on_run = self._keep_run if keep_runs else None
         self._header = _header_name(header)
         if metrics_path is not None and not metrics_path.startswith("/"):
             raise ConfigError(f"metrics_path is {metrics_path!r}.", hint='Begin it with "/".')
@@ -115,7 +123,7 @@ class PerformanceMonitoringMiddleware:
             else:
                 await self._watch(scope, receive, send)
         elif scope["type"] == "websocket":
-            with _serving(ServedRequest(request_id_of(scope, self._header))):
+            with _serving(ServedRequest(request_id_of(scope, self._header), on_run=self._on_run)):
                 await self.app(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -135,7 +143,7 @@ class PerformanceMonitoringMiddleware:
         return request_summary(self.requests(), self.in_flight)
 
     async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        served = ServedRequest(request_id_of(scope, self._header))
+        served = ServedRequest(request_id_of(scope, self._header), on_run=self._on_run)
         with self._lock:
             self._in_flight += 1
             in_flight = self._in_flight
@@ -166,6 +174,9 @@ class PerformanceMonitoringMiddleware:
             self._guard.call("request metrics", lambda: metrics.add(record))
         if on_request is not None:
             self._guard.call("request listener", lambda: on_request(record))
+
+    def _keep_run(self, run: Run) -> None:
+        keep(without_texts(run, self._prompts), "asgi", say)
 
     def _is_for_metrics(self, scope: Scope) -> bool:
         is_asked_for = scope.get("path") == self._metrics_path and scope.get("method", "GET") in (

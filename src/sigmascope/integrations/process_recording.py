@@ -17,6 +17,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.history.keeper import finish, keep
 from sigmascope.integrations.imports import ImportTimes
 from sigmascope.integrations.watch_settings import Settings
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
@@ -76,6 +77,7 @@ class Recording:
             keep_generations=kept,
             thumbnails=settings.is_on("thumbnails"),
             stacks=settings.is_on("stacks"),
+            keep_run=False,  # the record of the process is kept at its end
         )
         self._watch.__enter__()
         self._times = times
@@ -126,6 +128,9 @@ class Recording:
             self._write("record", self._record_path, run.save)
             if self._trace_path is not None:
                 self._write("trace", self._trace_path, run.to_trace)
+            if self._settings.keep != "0":
+                keep(run, "process", self._say)
+                finish()
         elif self._settings.launched:
             self._say(
                 f"there was nothing to watch: no pipeline was called and no stage was opened. {WHAT_TO_WRITE}"

@@ -25,6 +25,7 @@ class Settings(NamedTuple):
         keep_generations: How many generations, the last ones, the record holds in full, as text.
         thumbnails: "1": each generation keeps its first picture, small.
         stacks: "1": a thread looks where the program's own code is while no step runs.
+        keep: "0": the run does not go to the store of runs.
     """
 
     output: str | None = None
@@ -39,6 +40,7 @@ class Settings(NamedTuple):
     keep_generations: str | None = None
     thumbnails: str | None = None
     stacks: str | None = None
+    keep: str | None = None
 
     def is_on(self, name: str) -> bool:
         """Whether one of those that are yes or no is yes."""

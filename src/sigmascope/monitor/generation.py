@@ -89,6 +89,11 @@ class Generation:
         self._stage = recorder.stage(STAGE)
         self._stopwatch_ns: int | None = None
 
+    @property
+    def has_own_record(self) -> bool:
+        """Whether `run` is a record of its own, and no part of a caller's."""
+        return self._own is not None
+
     def begin(self) -> None:
         """Open the stage and start the clock."""
         if self._own is not None:
@@ -308,10 +313,12 @@ class ServedRequest:
     Attributes:
         request_id: What generations are marked with.
         generations: The metrics of those that are over, the last ones: a websocket may be served for days.
+        on_run: Called with the run of each that is over, but for those whose record is a caller's.
     """
 
     request_id: str
     generations: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_OF_REQUEST))
+    on_run: Callable[[Run], object] | None = None
 
 
 SERVED: ContextVar[ServedRequest | None] = ContextVar("sigmascope_request", default=None)
@@ -429,6 +436,8 @@ class GenerationHistory:
         served = SERVED.get()
         if served is not None:
             served.generations.append(generation.metrics.as_dict() | {"run_id": generation.recorder.id})
+            if served.on_run is not None and generation.run is not None and generation.has_own_record:
+                served.on_run(generation.run)
         with self._lock:
             self._last = generation
             if succeeded and stage is not None:

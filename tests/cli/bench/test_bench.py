@@ -7,6 +7,7 @@ from typer.testing import CliRunner, Result
 
 from sigmascope.cli.root import app
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
+from sigmascope.history.store import open_store
 from sigmascope.records.serialization import load_run
 
 
@@ -33,6 +34,19 @@ def test_the_pocket_model_is_measured_and_its_runs_are_saved(tmp_path: Path) -> 
         "32x32-b1-s2-001.json",
         "32x32-b1-s2-002.json",
     ]
+
+
+def test_its_runs_are_kept_unless_that_is_not_wanted(tmp_path: Path, store_file: Path) -> None:
+    quick("pocket", tmp_path / "first", "--no_keep", "--warmup", 0)
+    assert not store_file.exists()
+    done = quick("pocket", tmp_path / "runs", "--warmup", 0)
+    with open_store() as store:
+        runs = store.runs()
+    assert {(run.source, run.row.work, run.row.width, run.row.steps) for run in runs} == {
+        ("bench", "32x32-b1-s2", 32, 2)
+    }
+    assert {run.row.id for run in runs} == {load_run(path).id for path in (tmp_path / "runs").iterdir()}
+    assert f"runs are kept in {store_file}" in done.stderr
 
 
 def test_a_saved_pipeline_gives_stages_and_facts(folder: Path, tmp_path: Path) -> None:

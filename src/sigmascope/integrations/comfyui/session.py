@@ -22,6 +22,7 @@ from typing import Any, Final, TypedDict
 from sigmascope.__about__ import __version__
 from sigmascope.errors import WriteError
 from sigmascope.files import atomic_path
+from sigmascope.history.keeper import finish, keep
 from sigmascope.integrations.comfyui.instruments import Instrument, InstrumentStatus, kinds
 from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.integrations.comfyui.recording import COMFYUI, PromptRecording
@@ -65,6 +66,7 @@ class Session:
     Args:
         folder: For the records; None: they are not written.
         privacy: What is kept of prompts.
+        keep_runs: Whether records go to the store of runs too.
 
     Attributes:
         instruments: All of them, on or off.
@@ -72,8 +74,11 @@ class Session:
         prompts: How many were recorded.
     """
 
-    def __init__(self, folder: Path | None, privacy: PromptPrivacy = "full") -> None:
+    def __init__(
+        self, folder: Path | None, privacy: PromptPrivacy = "full", *, keep_runs: bool = True
+    ) -> None:
         self.folder = folder
+        self._keeps = keep_runs
         self.privacy: PromptPrivacy = privacy_of(privacy).name
         self.last: deque[Run] = deque(maxlen=_LAST_IN_MEMORY)
         self._guard = Guard(keeps_words=privacy_of(privacy).keeps_words)
@@ -108,6 +113,7 @@ class Session:
             self._work.put(None)
             thread.join(_LONGEST_WAIT_SECONDS)
         self._thread = None
+        finish()
 
     def prompt_of(self, prompt_id: object) -> PromptRecording | None:
         """The prompt that runs, if it is this one."""
@@ -176,6 +182,8 @@ class Session:
         run = with_findings(run, self._guard)
         self.last.append(run)
         _log.info("sigmascope: %s", line_of(run))
+        if self._keeps:
+            keep(run, "comfyui", lambda line: _log.warning("sigmascope: %s", line))
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             started = datetime.fromisoformat(run.started_at).strftime("%Y%m%d-%H%M%S-%f")
@@ -203,12 +211,15 @@ def version() -> str | None:
 _session: Session | None = None
 
 
-def start(folder: Path | None = None, privacy: str | None = None) -> Session | None:
+def start(
+    folder: Path | None = None, privacy: str | None = None, *, keep_runs: bool = True
+) -> Session | None:
     """Watch this process's prompts; a second time nothing. Raises nothing.
 
     Args:
         folder: For the records; None: as `SIGMASCOPE_COMFYUI_RECORDS` says, else in ComfyUI's user folder.
         privacy: What is kept of prompts; None: as `SIGMASCOPE_PROMPTS` says, else their text.
+        keep_runs: Whether records go to the store of runs too; `SIGMASCOPE_KEEP=0` keeps none.
 
     Returns:
         The session; None: `SIGMASCOPE=0` switches it off, or it could not begin.
@@ -219,7 +230,7 @@ def start(folder: Path | None = None, privacy: str | None = None) -> Session | N
     if _session is None:
         try:
             kept = privacy_of(privacy or os.environ.get("SIGMASCOPE_PROMPTS") or "full").name
-            session = Session(folder or records_folder(), kept)
+            session = Session(folder or records_folder(), kept, keep_runs=keep_runs)
             session.start()
         except Exception as failure:  # noqa: BLE001 - ComfyUI goes on unwatched
             _log.warning("sigmascope: prompts are not watched (%s)", describe(failure))
@@ -252,7 +263,7 @@ def begin_in_process(
         What ends it and says where the records are; None: prompts are not watched.
     """
     records = None if settings.output is None else Path(folder, settings.output)
-    session = start(records, prompts_of(settings))
+    session = start(records, prompts_of(settings), keep_runs=settings.keep != "0")
     if session is None:
         return None
 

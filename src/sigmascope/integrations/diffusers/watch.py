@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Final
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
+from sigmascope.history.keeper import keep
+from sigmascope.integrations.autostart import say
 from sigmascope.integrations.diffusers.components import (
     LoadingObserver,
     LoraObserver,
@@ -58,6 +60,7 @@ class Watch:
         pipelines: The pipelines to watch; if empty, every pipeline of the process.
         options: The caller's options.
         on_run: Called with each finished run.
+        keep_run: Whether finished runs go to the store.
     """
 
     def __init__(
@@ -65,10 +68,13 @@ class Watch:
         pipelines: tuple[object, ...],
         options: WatchOptions,
         on_run: Callable[[Run], object] | None = None,
+        *,
+        keep_run: bool = False,
     ) -> None:
         self._pipelines = pipelines
         self._choices = options
         self._on_run = on_run
+        self._keep_run = keep_run
         self._sessions: list[Session] = []
         self._record: Run | None = None
         self._process_id = os.getpid()
@@ -162,7 +168,11 @@ class Watch:
             return
         self._sessions.remove(session)
         # A child that was forked in the block leaves it too, and must not write what its parent writes.
-        if self._on_run is not None and os.getpid() == self._process_id:
+        if os.getpid() != self._process_id:
+            return
+        if self._keep_run and record.stages:
+            keep(record, "watch", say)
+        if self._on_run is not None:
             try:
                 self._on_run(record)
             except Exception as failure:  # noqa: BLE001 - as above
@@ -174,7 +184,9 @@ class Watch:
 
         self._is_used = True
         # Each call has a watch of its own, whose run this one keeps when it is over.
-        return decorated(function, lambda: Watch(self._pipelines, self._choices, self._keep))
+        return decorated(
+            function, lambda: Watch(self._pipelines, self._choices, self._keep, keep_run=self._keep_run)
+        )
 
     def _keep(self, run: Run) -> None:
         self._record = run
@@ -201,6 +213,7 @@ def watch(
     thumbnails: bool = False,
     stacks: bool = False,
     on_run: Callable[[Run], object] | None = None,
+    keep_run: bool = True,
 ) -> Watch:
     """Watch pipelines while a block or a function runs, without changing them or what they give.
 
@@ -226,6 +239,7 @@ def watch(
         stacks: Whether a thread looks, some twenty times a second, where your own code is while no step runs: between the
             steps, in the rest of stages, outside of them. Reports name function and line.
         on_run: Called with the run when the block is left; not in a child that was forked inside of it.
+        keep_run: Whether the run goes to the store of runs, on a thread of its own; `SIGMASCOPE_KEEP=0` keeps none.
 
     Returns:
         A context manager and decorator that gives the run's attributes.
@@ -242,7 +256,8 @@ def watch(
         if refusal is not None:
             raise refusal
     options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations, thumbnails, stacks)
-    return Watch(tuple(pipeline for pipeline in pipelines if pipeline is not None), options, on_run)
+    chosen = tuple(pipeline for pipeline in pipelines if pipeline is not None)
+    return Watch(chosen, options, on_run, keep_run=keep_run)
 
 
 _NO_PIPELINES: Final = (

@@ -1,0 +1,384 @@
+"""The runs that were kept: list, find, tag and exchange them, and query them in SQL."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from sigmascope import units
+from sigmascope.cli.console import Console, facts, local_time, plain, print_json, say, table
+from sigmascope.cli.options import AsJson, Full
+from sigmascope.errors import ConfigError
+from sigmascope.files import require_writable
+
+if TYPE_CHECKING:
+    from sigmascope.history.exchange import TakenIn
+    from sigmascope.history.store import Filters, KeptRun, Store
+
+_ID_SHOWN: Final = 8
+"""Letters: 32 bits, so that among 10,000 runs some one in a hundred stores has two that look alike."""
+_AGO: Final = re.compile(r"([0-9]{1,6})([mhdw])")
+_AGO_UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+app = typer.Typer(rich_markup_mode="rich")
+
+References = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...", help="latest, latest~1, @tag, or the beginning of an id.", show_default=False
+    ),
+]
+Pipeline = Annotated[str | None, typer.Option("--pipeline", help="A part of the pipeline's class.")]
+Model = Annotated[str | None, typer.Option("--model", help="A part of the model's name or folder.")]
+Lora = Annotated[str | None, typer.Option("--lora", help="A part of the name of a LoRA that was on it.")]
+Recipe = Annotated[str | None, typer.Option("--recipe", help="The beginning of the recipe's digest.")]
+Outcome = Annotated[str | None, typer.Option("--outcome", help="ok, failed, interrupted or 'out of memory'.")]
+Tag = Annotated[str | None, typer.Option("--tag", help="One of its tags.")]
+Source = Annotated[
+    str | None, typer.Option("--source", help="What kept it: watch, process, bench, asgi, comfyui or import.")
+]
+Since = Annotated[
+    str | None,
+    typer.Option("--since", help="Not earlier: 2026-03-01, 2026-03-01T14:30, or ago: 90m, 12h, 7d, 2w."),
+]
+Until = Annotated[str | None, typer.Option("--until", help="Earlier than that, written as --since.")]
+
+
+@contextmanager
+def _store(*, create: bool = False) -> Iterator["Store"]:
+    from sigmascope.history.store import open_store
+
+    with open_store(create=create) as store:
+        yield store
+
+
+@app.command("list", epilog="Example: sigmascope runs --pipeline flux --since 7d")
+def list_runs(
+    pipeline: Pipeline = None,
+    model: Model = None,
+    lora: Lora = None,
+    recipe: Recipe = None,
+    outcome: Outcome = None,
+    tag: Tag = None,
+    source: Source = None,
+    since: Since = None,
+    until: Until = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many, the newest.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs that were kept, the newest first."""
+    chosen = _filters(pipeline, model, lora, recipe, outcome, tag, source, since, until)
+    with _store() as store:
+        runs = store.runs(chosen, limit=limit)
+        count = len(runs) if len(runs) < limit else store.count(chosen)
+        name = store.name
+    if as_json:
+        print_json([run.as_dict() for run in runs])
+        return
+    console = Console()
+    if runs:
+        console.print(_table(runs))
+    shown = f"{len(runs)} of {count:,} runs" if count > len(runs) else units.counted(count, "run")
+    console.print(Text(f"{shown} in {name}", style="dim"), soft_wrap=True)
+
+
+def _table(runs: "Sequence[KeptRun]") -> Table:
+    made = table("Run", "Started", "Size", "Steps", "Time", "Peak", "What", left=("Started", "What"))
+    made.columns[-1].no_wrap, made.columns[-1].overflow = False, "fold"
+    for run in runs:
+        row = run.row
+        what = plain((row.pipeline or row.name).removesuffix("Pipeline"))
+        if run.tags:
+            what.append(" ").append_text(plain(f"@{' @'.join(run.tags)}", style="cyan"))
+        if row.outcome != "ok":
+            what.append(f" {row.outcome}", style="bold red")
+        made.add_row(
+            plain(row.id[:_ID_SHOWN]),
+            local_time(row.started_at),
+            units.UNKNOWN if row.width is None else f"{row.width}×{row.height}",
+            units.UNKNOWN if row.steps is None else str(row.steps),
+            units.seconds(row.seconds),
+            units.UNKNOWN if row.peak_bytes is None else units.format_size(row.peak_bytes),
+            what,
+        )
+    return made
+
+
+def _filters(
+    pipeline: str | None,
+    model: str | None,
+    lora: str | None,
+    recipe: str | None,
+    outcome: str | None,
+    tag: str | None,
+    source: str | None,
+    since: str | None,
+    until: str | None,
+) -> "Filters":
+    from sigmascope.history.references import checked_tag
+    from sigmascope.history.row import OUTCOMES
+    from sigmascope.history.store import Filters
+
+    if outcome is not None and outcome not in OUTCOMES:
+        raise ConfigError(f"--outcome is {outcome!r}.", hint=f"Give one of {', '.join(OUTCOMES)}.")
+    return Filters(
+        pipeline,
+        model,
+        lora,
+        recipe,
+        outcome,
+        None if tag is None else checked_tag(tag),
+        source,
+        None if since is None else moment_of(since, "--since"),
+        None if until is None else moment_of(until, "--until"),
+    )
+
+
+def moment_of(text: str, flag: str) -> str:
+    """A moment as the store writes it: of a date, a date and time (in the local time zone), or so long ago.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    from sigmascope.history.row import moment_in_utc
+
+    ago = _AGO.fullmatch(text)
+    with suppress(ValueError, OverflowError):
+        if ago is not None:
+            return moment_in_utc(datetime.now(UTC) - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])}))
+        return moment_in_utc(datetime.fromisoformat(text))
+    raise ConfigError(
+        f"{flag} is {text!r}.", hint="Give a date such as 2026-03-01, or 12h, 7d or 2w for so long ago."
+    )
+
+
+def _named(references: Sequence[str], store: "Store") -> "list[KeptRun]":
+    """The runs that the words mean, each once."""
+    from sigmascope.history.references import runs_of
+
+    return list({run.number: run for word in references for run in runs_of(word, store)}.values())
+
+
+@app.command("show", epilog="Example: sigmascope runs show latest")
+def show(references: References, full: Full = False, as_json: AsJson = False) -> None:
+    """Show what is known of runs: their row, tags and notes, then the record."""
+    from sigmascope.reports import print_run
+
+    with _store() as store:
+        runs = _named(references, store)
+        records = [store.record(run.number) for run in runs]
+    if as_json:
+        from sigmascope.records.serialization import run_to_dict
+
+        print_json(
+            [
+                {**run.as_dict(), "record": run_to_dict(record)}
+                for run, record in zip(runs, records, strict=True)
+            ]
+        )
+        return
+    console = Console()
+    for run, record in zip(runs, records, strict=True):
+        console.print(_facts(run))
+        print_run(record, console, full=full)
+
+
+def _facts(run: "KeptRun") -> Table:
+    row = run.row
+    size = None if row.width is None else f"{row.width}×{row.height}"
+    shown = {
+        "Run": row.id,
+        "Started": local_time(row.started_at),
+        "Kept by": run.source,
+        "Outcome": row.outcome,
+        "Pipeline": row.pipeline,
+        "Model": row.model,
+        "LoRAs": ", ".join(row.loras) or None,
+        "Recipe": row.recipe,
+        "Size": size,
+        "Steps": None if row.steps is None else str(row.steps),
+        "On": None if row.hardware is None else f"{row.device}: {row.hardware}",
+        "Tags": ", ".join(run.tags) or None,
+        **{f"Note {number}": note for number, note in enumerate(run.notes, 1)},
+    }
+    return facts([(label, None if value is None else plain(value)) for label, value in shown.items()])
+
+
+@app.command("tag", epilog="Example: sigmascope runs tag before latest latest~1")
+def tag(
+    name: Annotated[str, typer.Argument(metavar="TAG", help="The tag.", show_default=False)],
+    references: References,
+    remove: Annotated[bool, typer.Option("--remove", help="Take the tag off.")] = False,
+) -> None:
+    """Give runs a tag, by which commands find them again: @TAG. A run with a tag is never dropped by itself."""
+    from sigmascope.history.references import checked_tag
+
+    wanted = checked_tag(name)
+    with _store() as store:
+        runs = _named(references, store)
+        (store.untag if remove else store.tag)([run.number for run in runs], wanted)
+    say(f"{units.counted(len(runs), 'run')}: {'without the tag' if remove else 'tagged'} {wanted}")
+
+
+@app.command("note", epilog='Example: sigmascope runs note latest "new driver"')
+def note(
+    reference: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="latest, @tag, or the beginning of an id.", show_default=False),
+    ],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note.", show_default=False)],
+) -> None:
+    """Add a note to a run."""
+    if not text.strip():
+        raise ConfigError("The note is empty.", hint="Write it in quotation marks.")
+    with _store() as store:
+        runs = _named([reference], store)
+        store.note([run.number for run in runs], text.encode("utf-8", "replace").decode().replace("\0", ""))
+    say(f"{units.counted(len(runs), 'run')} with a new note")
+
+
+@app.command("rm", epilog="Example: sigmascope runs rm latest")
+def rm(references: References) -> None:
+    """Remove runs from the store. Files of records stay."""
+    with _store() as store:
+        runs = _named(references, store)
+        store.remove([run.number for run in runs])
+    for run in runs:
+        say(f"Removed {run.row.id} ({local_time(run.row.started_at)})")
+
+
+@app.command("prune", epilog="Example: sigmascope runs prune --most 1000")
+def prune(
+    most: Annotated[int | None, typer.Option("--most", min=0, help="Keep this many runs.")] = None,
+    most_bytes: Annotated[
+        str | None, typer.Option("--most_bytes", help="Keep records of this size in all, such as 500MB.")
+    ] = None,
+) -> None:
+    """Drop the oldest runs, but for those with a tag, and give the space back."""
+    from sigmascope.history.store import MOST_BYTES, MOST_RUNS
+
+    nbytes = MOST_BYTES if most_bytes is None else units.parse_size(most_bytes, "--most_bytes")
+    with _store() as store:
+        removed = store.prune(MOST_RUNS if most is None else most, nbytes)
+        left = store.count()
+    say(f"Dropped {units.counted(removed, 'run')}; {left:,} {'is' if left == 1 else 'are'} left")
+
+
+@app.command("export", epilog="Example: sigmascope runs export old.jsonl --until 2026-01-01")
+def export(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A file that ends in .jsonl.", show_default=False)
+    ],
+    references: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN...]", help="Which; without any, all that the options leave.", show_default=False
+        ),
+    ] = None,
+    pipeline: Pipeline = None,
+    model: Model = None,
+    lora: Lora = None,
+    recipe: Recipe = None,
+    outcome: Outcome = None,
+    tag: Tag = None,
+    source: Source = None,
+    since: Since = None,
+    until: Until = None,
+) -> None:
+    """Write runs with their tags and notes to a file, a line of JSON each."""
+    from sigmascope.history.exchange import LINES, write_runs
+
+    if path.suffix != LINES:
+        raise ConfigError(f"{path} does not end in {LINES}.", hint=f"Name it runs{LINES}, for example.")
+    chosen = _filters(pipeline, model, lora, recipe, outcome, tag, source, since, until)
+    require_writable(path)
+    with _store() as store:
+        runs = _named(references, store) if references else store.runs(chosen)[::-1]
+        write_runs(store, runs, path)
+    say(f"{units.counted(len(runs), 'run')} in {path}")
+
+
+@app.command("import", epilog="Example: sigmascope runs import old.jsonl")
+def import_runs(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE...]",
+            help="Files of runs export, of Run.save or sigmascope watch, or folders of them. "
+            "Without any, the runs that the store did not take when they ended.",
+            show_default=False,
+        ),
+    ] = None,
+    new_id: Annotated[
+        bool, typer.Option("--new_id", help="Give each run an id of its own, beside the run that has its id.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take runs of files into the store. A run that is there already is not taken in twice.
+
+    The exit code is 1 if a file or run was not taken in.
+    """
+    from sigmascope.history.exchange import take_in
+    from sigmascope.history.keeper import unkept_files
+
+    waiting = [] if paths else unkept_files()
+    with _store(create=True) as store:
+        done = take_in(store, paths or waiting, new_ids=new_id)
+    for file in set(waiting) & set(done.files):
+        file.unlink(missing_ok=True)
+    if as_json:
+        print_json({"added": list(done.added), "known": list(done.known), "refused": done.refused})
+    else:
+        _print_taken(done)
+    if done.refused:
+        raise typer.Exit(1)
+
+
+def _print_taken(done: "TakenIn") -> None:
+    known = f"; {units.counted(len(done.known), 'was', 'were')} there already" if done.known else ""
+    say(f"{units.counted(len(done.added), 'run')} taken in{known}")
+    for name, reason in done.refused.items():
+        say(f"Not taken in: {reason if name in reason else f'{name}: {reason}'}", err=True)
+
+
+@app.command(
+    "query", epilog='Example: sigmascope runs query "SELECT pipeline, count(*) FROM runs GROUP BY pipeline"'
+)
+def query(
+    sql: Annotated[str, typer.Argument(metavar="SQL", help="A query. It can only read.", show_default=False)],
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="Show this many rows.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the store in SQL. The page on history describes the tables."""
+    with _store() as store:
+        names, rows = store.query(sql, limit=limit)
+    if as_json:
+        print_json(
+            [{name: _json_value(value) for name, value in zip(names, row, strict=True)} for row in rows]
+        )
+        return
+    made = table(*names, left=names, rows=[[plain(_shown(value)) for value in row] for row in rows])
+    for column in made.columns:
+        column.no_wrap, column.overflow = False, "fold"
+    Console().print(made)
+
+
+def _shown(value: object) -> object:
+    return units.UNKNOWN if value is None else f"{len(value):,} bytes" if isinstance(value, bytes) else value
+
+
+def _json_value(value: object) -> object:
+    return (
+        value
+        if isinstance(value, str | int | float | None)
+        else value.hex()
+        if isinstance(value, bytes)
+        else str(value)
+    )

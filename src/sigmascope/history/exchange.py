@@ -1,0 +1,148 @@
+"""Runs from one store to another: a file of JSON lines, each a record with its tags and notes. Nothing of a run is lost.
+
+A line is what `Run.save` writes, with one key more; so each line alone can be shown and compared, too.
+"""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from sigmascope.errors import ConfigError, OtherRunError, RecordError
+from sigmascope.files import atomic_path, reading_hint, reason_of
+from sigmascope.history.references import checked_tag
+from sigmascope.history.store import KeptRun, Store
+from sigmascope.records.run import Run
+from sigmascope.records.serialization import dumps, load_run, loads, run_from_dict, run_to_dict
+
+KEPT: Final = "kept"
+"""The key of a line under which `source`, `tags` and `notes` stand."""
+LINES: Final = ".jsonl"
+_SOURCE: Final = "import"
+
+
+class Exchanged(NamedTuple):
+    """A run on its way, with what the store knows beside its record."""
+
+    run: Run
+    source: str
+    tags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TakenIn:
+    """What an import did.
+
+    Attributes:
+        added: Ids of runs that are in the store now.
+        known: Ids of runs that were there already.
+        refused: Why a file or run was not taken in, by its name.
+        files: The files of which every run is in the store now.
+    """
+
+    added: tuple[str, ...]
+    known: tuple[str, ...]
+    refused: dict[str, str]
+    files: tuple[Path, ...]
+
+
+def write_runs(store: Store, runs: Sequence[KeptRun], path: Path) -> None:
+    """Write runs to a file, whole or not at all; only its owner can read it.
+
+    Raises:
+        WriteError: The file cannot be written.
+        StoreError: A record is damaged.
+    """
+    with atomic_path(path, private=True) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for kept in runs:
+            file.write(
+                f"{line_of(Exchanged(store.record(kept.number), kept.source, kept.tags, kept.notes))}\n"
+            )
+
+
+def line_of(exchanged: Exchanged) -> str:
+    """The run as one line of JSON."""
+    kept = {"source": exchanged.source, "tags": list(exchanged.tags), "notes": list(exchanged.notes)}
+    return dumps({**run_to_dict(exchanged.run), KEPT: kept})
+
+
+def from_line(text: str, source: str) -> Exchanged:
+    """The run that a line holds.
+
+    Raises:
+        RecordError: It is damaged, or of a later version.
+    """
+    try:
+        document = loads(text)
+    except ValueError as error:
+        raise RecordError(source, f"is not JSON ({error}).", hint="Export the runs again.") from error
+    run = run_from_dict(document, source=source)
+    kept: Any = document.get(KEPT, {})
+    if not isinstance(kept, dict):
+        raise RecordError(source, f"is damaged: {KEPT} is no object.", hint="Export the runs again.")
+    tags, notes = (
+        [value for value in kept.get(name) or () if isinstance(value, str)] for name in ("tags", "notes")
+    )
+    return Exchanged(run, str(kept.get("source") or _SOURCE), tuple(map(checked_tag, tags)), tuple(notes))
+
+
+def take_in(store: Store, paths: Sequence[Path], *, new_ids: bool = False) -> TakenIn:
+    """Add the runs of files to the store: each that can be read; what cannot is in the answer.
+
+    Args:
+        store: Where they go.
+        paths: Files of `write_runs` or `Run.save`, or folders of them.
+        new_ids: Whether each run gets an id of its own, so that it is added beside one that has its id.
+
+    Raises:
+        StoreError: The store cannot be written.
+        RecordError: A path does not exist.
+    """
+    added, known, refused, whole = list[str](), list[str](), dict[str, str](), list[Path]()
+    for file in [file for path in paths for file in _files(path)]:
+        is_whole = True
+        try:
+            for exchanged in runs_in(file):
+                run = replace(exchanged.run, id=uuid.uuid4().hex) if new_ids else exchanged.run
+                try:
+                    is_new = store.add(run, exchanged.source, tags=exchanged.tags, notes=exchanged.notes)
+                except OtherRunError as error:
+                    refused[f"{file}: {run.id}"] = str(error)
+                    is_whole = False
+                else:
+                    (added if is_new else known).append(run.id)
+        except (RecordError, ConfigError) as error:
+            refused[str(file)] = str(error)
+            is_whole = False
+        if is_whole:
+            whole.append(file)
+    return TakenIn(tuple(added), tuple(known), refused, tuple(whole))
+
+
+def runs_in(file: Path) -> Iterator[Exchanged]:
+    """The runs of a file.
+
+    Raises:
+        RecordError: It cannot be read, or is damaged; runs before that place have been given.
+    """
+    if file.suffix != LINES:
+        yield Exchanged(load_run(file), _SOURCE)
+        return
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield from_line(line, f"{file}, line {number}")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = reason_of(error)
+        raise RecordError(file, f"cannot be read ({reason}).", hint=reading_hint(error)) from error
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.suffix in (".json", LINES))
+    if not path.exists():
+        raise RecordError(path, "does not exist.", hint="Check the path.")
+    return [path]

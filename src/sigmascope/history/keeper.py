@@ -1,0 +1,208 @@
+"""Keeps the runs of this process in the store, on a thread of its own: what is watched never waits for a database.
+
+A run that the store does not take is written as JSON beside it, and one line says so; `sigmascope runs import` takes it
+in. At the end of the process its last runs are waited for, but not for long.
+"""
+
+import atexit
+import os
+import queue
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, Final
+
+from sigmascope.errors import SigmascopeError
+from sigmascope.files import without_home
+from sigmascope.history.location import KEEP, is_kept, store_url, unkept_folder
+from sigmascope.records.run import Run
+from sigmascope.records.serialization import save_run
+from sigmascope.threads import own_thread
+
+if TYPE_CHECKING:
+    from sigmascope.history.store import Store
+
+LONGEST_WAIT_SECONDS: Final = 15.0
+"""At the end of the process."""
+_IMPORT: Final = "sigmascope runs import takes it in"
+Say = Callable[[str], None]
+
+
+def keep(run: Run, source: str, say: Say) -> None:
+    """Let a run be kept, unless the environment says that none is. Returns at once, and raises nothing.
+
+    Args:
+        run: One that is over.
+        source: What made it, such as "watch".
+        say: Tells the user a line: the first time where runs are kept, and what went wrong.
+    """
+    if not is_kept():
+        return
+    with suppress(Exception):  # a guest: the host goes on, whatever is the matter
+        _keeper_of_process().take(run, source, say)
+
+
+def finish() -> None:
+    """Wait until all runs of this process are kept, at most `LONGEST_WAIT_SECONDS`."""
+    keeper = _keeper
+    if keeper is not None:
+        keeper.finish()
+
+
+def keep_all(runs: Sequence[Run], source: str, say: Say) -> None:
+    """Keep runs here and now, if runs are kept. What the store does not take is told as in `keep`."""
+    if is_kept():
+        with Keeper() as keeper:
+            for run in runs:
+                keeper.write(run, source, say, store_url())
+
+
+class Keeper:
+    """Keeps runs of one process, one after another. Between runs that do not follow at once, no file is open."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Run, str, Say, str] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._told: set[str] = set()
+        self._opened: tuple[str, ExitStack, "Store"] | None = None
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def take(self, run: Run, source: str, say: Say) -> None:
+        """Keep a run soon; now, where the system gives no thread any more."""
+        with self._lock:
+            self._waiting += 1
+            self._is_idle.clear()
+            self._work.put((run, source, say, store_url()))
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._thread = own_thread("history", self._write_all)
+            try:
+                self._thread.start()
+                return
+            except RuntimeError:  # Python is ending
+                self._thread = None
+        self._work.put(None)
+        self._write_all()
+
+    def finish(self) -> None:
+        """Wait until all is kept. What is not by then is written as JSON by whom waited."""
+        if self._is_idle.wait(LONGEST_WAIT_SECONDS):
+            return
+        with suppress(queue.Empty):
+            while (waiting := self._work.get_nowait()) is not None:
+                run, _, say, url = waiting
+                self._write_beside(run, say, url, "keeping the last runs took too long")
+
+    def _write_all(self) -> None:
+        while (waiting := self._work.get()) is not None:
+            self.write(*waiting)
+            with self._lock:
+                self._waiting -= 1
+                if self._waiting == 0:
+                    self._close()
+                    self._is_idle.set()
+
+    def write(self, run: Run, source: str, say: Say, url: str) -> None:
+        """Keep a run, or write it beside the store. Raises nothing."""
+        try:
+            store = self._open(url)
+            if store.is_new:
+                self._tell(say, f"runs are kept in {without_home(store.name)}; {KEEP}=0 keeps none")
+            store.add(run, source, prune=True)
+        except Exception as failure:  # noqa: BLE001 - whatever is wrong with the store costs no run
+            self._close()
+            told = failure.message if isinstance(failure, SigmascopeError) else None
+            reason = told or f"{type(failure).__name__}: {failure}"
+            self._write_beside(run, say, url, reason)
+
+    def _open(self, url: str) -> "Store":
+        if self._opened is not None and self._opened[0] == url:
+            return self._opened[2]
+        self._close()
+        from sigmascope.history.store import open_store
+
+        stack = ExitStack()
+        self._opened = (url, stack, stack.enter_context(open_store(url)))
+        return self._opened[2]
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            stack, self._opened = self._opened[1], None
+            with suppress(Exception):
+                stack.close()
+
+    def _write_beside(self, run: Run, say: Say, url: str, reason: str) -> None:
+        reason = " ".join(reason.split()).rstrip(".")
+        name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.json"
+        refused = ""
+        for folder in _unkept_folders(url):
+            try:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                save_run(run, folder / name)
+            except (OSError, SigmascopeError, TypeError) as failure:
+                refused = str(failure)
+            else:
+                line = f"{reason}; the run is in {without_home(str(folder))}, and {_IMPORT}"
+                break
+        else:
+            line = f"{reason}; the run was not kept ({refused})"
+        self._tell(say, line)
+
+    def _tell(self, say: Say, line: str) -> None:
+        """Say a line once."""
+        if line not in self._told:
+            self._told.add(line)
+            with suppress(Exception):
+                say(line)
+
+
+def unkept_files() -> list[Path]:
+    """Records that the store did not take, the oldest first."""
+    folders = _unkept_folders(store_url())
+    return [file for folder in folders if folder.is_dir() for file in sorted(folder.glob("*.json"))]
+
+
+def _unkept_folders(url: str) -> tuple[Path, Path]:
+    """Beside the store, and where that cannot be written."""
+    user = str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return unkept_folder(url), Path(gettempdir(), f"sigmascope-{user}.unkept")
+
+
+_keeper: Keeper | None = None
+_making = threading.Lock()
+
+
+def _keeper_of_process() -> Keeper:
+    global _keeper
+    with _making:
+        if _keeper is None:
+            _keeper = Keeper()
+            atexit.register(finish)
+            util = sys.modules.get("multiprocessing.util")
+            if util is not None:  # its children leave without `atexit`
+                util.Finalize(None, finish, exitpriority=0)
+        return _keeper
+
+
+def _begin_anew() -> None:
+    """A child that was forked has none of its parent's threads, and perhaps a lock that nobody will open."""
+    global _keeper, _making
+    _keeper, _making = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,46 @@
+"""Where runs are kept, and whether: what the environment says. No SQL here, since each watched process asks."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+
+STORE: Final = "SIGMASCOPE_STORE"
+"""The environment variable that names another store: an SQLAlchemy URL, or the path of an SQLite file."""
+KEEP: Final = "SIGMASCOPE_KEEP"
+"""The environment variable that is "0" where no run is to be kept."""
+SQLITE: Final = "sqlite:///"
+_FILE: Final = "runs.db"
+
+
+def is_kept(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether runs are kept where nobody said otherwise."""
+    return environment.get(KEEP) != "0"
+
+
+def store_url(environment: Mapping[str, str] = os.environ) -> str:
+    """The URL of the store, as SQLAlchemy has it."""
+    named = environment.get(STORE)
+    if not named:
+        return f"{SQLITE}{data_folder() / _FILE}"
+    return named if "://" in named else f"{SQLITE}{Path(named).absolute()}"
+
+
+def data_folder() -> Path:
+    """The user's own folder for what Sigmascope keeps; it need not be there."""
+    return platformdirs.user_data_path("sigmascope", appauthor=False)
+
+
+def file_of(url: str) -> Path | None:
+    """The file of an SQLite store; None: it is no file."""
+    scheme, _, rest = url.partition(":///")
+    path = rest.partition("?")[0]
+    return Path(path) if scheme.partition("+")[0] == "sqlite" and path not in ("", ":memory:") else None
+
+
+def unkept_folder(url: str) -> Path:
+    """Where runs go that the store did not take: beside it, or in the user's own folder."""
+    file = file_of(url)
+    return data_folder() / "runs.unkept" if file is None else file.with_suffix(".unkept")

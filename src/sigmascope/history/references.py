@@ -1,0 +1,96 @@
+"""The runs that a command's words mean: `latest`, `latest~1`, `@tag`, or the beginning of an id.
+
+Whatever takes a run goes through `runs_of`. A file of that name comes first: who typed a path gets the file.
+"""
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from sigmascope.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from sigmascope.history.store import KeptRun, Store
+
+_LATEST: Final = re.compile(r"latest(?:~([0-9]{1,9}))?")
+TAG: Final = re.compile(r"[^\s@~,/\\]{1,100}")
+"""What a tag may be."""
+_ID: Final = re.compile(r"[^\s@~/\\]{4,}")
+_MOST_LISTED: Final = 5
+
+
+def is_reference(text: str) -> bool:
+    """Whether a word can mean a run of the store: `latest`, a tag, or the beginning of an id."""
+    return bool(
+        _LATEST.fullmatch(text) or (TAG.fullmatch(text.removeprefix("@")) and text.startswith("@"))
+    ) or (_ID.fullmatch(text) is not None and not text.endswith((".json", ".jsonl")))
+
+
+def runs_of(reference: str, store: "Store") -> "list[KeptRun]":
+    """The runs that a word means, the oldest first.
+
+    Args:
+        reference: `latest` is the newest run, `latest~1` the one before it; `@tag` is every run with that tag; anything
+            else is an id, or the first four letters of one or more, if no other begins so.
+        store: Where to look.
+
+    Raises:
+        StoreError: There is none, or there are several of that beginning.
+    """
+    latest = _LATEST.fullmatch(reference)
+    if latest is not None:
+        return _latest(int(latest[1] or 0), store)
+    if reference.startswith("@"):
+        return _tagged(reference[1:], store)
+    if _ID.fullmatch(reference) is None:
+        raise StoreError(
+            f"{reference!r} is no run.", hint="Give latest, latest~1, @tag, or four letters of an id or more."
+        )
+    found = store.runs_of_id(reference, limit=_MOST_LISTED + 1)
+    if not found:
+        raise StoreError(f"No run that is kept has the id {reference}.", hint="List them: sigmascope runs")
+    if len(found) > 1:
+        shown = ", ".join(run.row.id for run in found[:_MOST_LISTED])
+        more = ", …" if len(found) > _MOST_LISTED else ""
+        raise StoreError(
+            f"Several runs have an id that begins with {reference}: {shown}{more}.", hint="Give more of it."
+        )
+    return found
+
+
+def _latest(back: int, store: "Store") -> "list[KeptRun]":
+    found = store.runs(limit=1, offset=back)
+    if not found:
+        count = store.count()
+        kept = (
+            "No run is kept yet"
+            if count == 0
+            else f"Only {count} {'run is' if count == 1 else 'runs are'} kept"
+        )
+        raise StoreError(
+            f"{kept}, so there is no latest{f'~{back}' if back else ''}.", hint="List them: sigmascope runs"
+        )
+    return found
+
+
+def _tagged(tag: str, store: "Store") -> "list[KeptRun]":
+    from sigmascope.history.store import Filters
+
+    found = store.runs(Filters(tag=checked_tag(tag)))
+    if not found:
+        raise StoreError(f"No run has the tag {tag}.", hint=f"Give it: sigmascope runs tag {tag} latest")
+    return found[::-1]
+
+
+def checked_tag(tag: str) -> str:
+    """A tag, without the @ before it.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    name = tag.removeprefix("@")
+    if TAG.fullmatch(name) is None or not name.isprintable():
+        raise ConfigError(
+            f"{tag!r} is no tag.",
+            hint="A tag has 1 to 100 letters, without spaces, commas, slashes, @ and ~.",
+        )
+    return name

@@ -1,0 +1,675 @@
+"""The store of runs: an SQL database that any number of processes write to and read from.
+
+`open_store` opens it, makes it where there is none, and brings an older one up to date (alembic). SQLite works in WAL mode,
+in which readers and a writer do not wait for each other; on a network file system, which has no shared memory, with a
+rollback journal. Each run is one transaction: it is in the store as a whole, or not at all.
+
+Whatever the database refuses becomes a `StoreError` that says why in a word: locked, full, damaged, read-only, newer.
+"""
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import psutil
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Engine,
+    Select,
+    create_engine,
+    delete,
+    event,
+    exists,
+    func,
+    insert,
+    make_url,
+    or_,
+    select,
+    text,
+)
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+
+from sigmascope.errors import ConfigError, OtherRunError, SigmascopeError, StoreError
+from sigmascope.files import reason_of
+from sigmascope.history.location import file_of, store_url
+from sigmascope.history.row import Row, moment_in_utc, row_of
+from sigmascope.history.tables import LORAS, NOTES, RECORDS, REVISION, RUNS, TAGS
+from sigmascope.installation import install_extra
+from sigmascope.plain_text import printable
+from sigmascope.records.run import Run
+from sigmascope.records.serialization import run_from_json, run_to_json
+
+MOST_RUNS: Final = 10_000
+MOST_BYTES: Final = 1_000_000_000
+"""Of records, compressed."""
+_WAIT_SECONDS: Final = 10.0
+"""For another process that writes."""
+_MIGRATIONS: Final = Path(__file__).with_name("migrations")
+_LARGEST_RECORD: Final = 256 << 20
+"""Bytes of JSON: what a compressed record may become."""
+_NETWORK: Final = frozenset(
+    [
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "cvmfs",
+        "davfs",
+        "fuse.glusterfs",
+        "fuse.sshfs",
+        "fuse.s3fs",
+        "gfs",
+        "gfs2",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ncpfs",
+        "nfs",
+        "nfs3",
+        "nfs4",
+        "ocfs2",
+        "panfs",
+        "pvfs2",
+        "smb",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "virtiofs",
+        "vboxsf",
+        "webdav",
+    ]
+)
+"""File systems on which processes share no memory, and locks may be those of one machine alone."""
+_SQLITE_SELECT, _SQLITE_READ, _SQLITE_FUNCTION, _SQLITE_RECURSIVE = 21, 20, 31, 33
+"""What SQLite's authorizer calls the parts of a query."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which runs: all conditions hold; None or empty: any.
+
+    Attributes:
+        pipeline: A part of the pipeline's class, in any case of letters.
+        model: A part of the model's name or folder.
+        lora: A part of the name of a LoRA.
+        recipe: The beginning of the recipe's digest.
+        outcome: How the run ended.
+        tag: One of its tags.
+        source: What kept it, such as "watch".
+        since: The earliest start, in UTC as the store has it.
+        until: The start of the first run that is too late.
+    """
+
+    pipeline: str | None = None
+    model: str | None = None
+    lora: str | None = None
+    recipe: str | None = None
+    outcome: str | None = None
+    tag: str | None = None
+    source: str | None = None
+    since: str | None = None
+    until: str | None = None
+
+
+class KeptRun(NamedTuple):
+    """A run as the store lists it, without its record."""
+
+    number: int
+    row: Row
+    kept_at: str
+    source: str
+    record_bytes: int
+    tags: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            **self.row.columns(),
+            "loras": list(self.row.loras),
+            "tags": list(self.tags),
+            "notes": list(self.notes),
+            "kept_at": self.kept_at,
+            "source": self.source,
+            "record_bytes": self.record_bytes,
+        }
+
+
+@contextmanager
+def open_store(url: str | None = None, *, create: bool = True) -> Iterator["Store"]:
+    """Open the store for a block.
+
+    Args:
+        url: SQLAlchemy's; None: as the environment says.
+        create: Whether to make it where there is none.
+
+    Raises:
+        StoreError: It is not there, or cannot be used.
+        ConfigError: The URL makes no sense, or needs a package that is not installed.
+    """
+    store = Store(url or store_url())
+    try:
+        store.prepare(create=create)
+        yield store
+    finally:
+        store.close()
+
+
+class Store:
+    """An open store. Use `open_store`.
+
+    Attributes:
+        name: What to call it in a message: the file, or the URL without its password.
+        is_new: Whether `prepare` has just made it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = _checked(url)
+        self.file = file_of(url)
+        self.name = (
+            str(self.file) if self.file is not None else self._url.render_as_string(hide_password=True)
+        )
+        self.is_new = False
+        self._engine = self._made_engine()
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Whether it is a file of its own."""
+        return self._url.get_backend_name() == "sqlite"
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    def _made_engine(self) -> Engine:
+        arguments = {"timeout": _WAIT_SECONDS} if self.is_sqlite else {}
+        try:
+            engine = create_engine(self._url, connect_args=arguments)
+        except ModuleNotFoundError as missing:
+            raise ConfigError(
+                f"The store {self.name} needs {missing.name}, which is not installed.",
+                hint=f"Install it with: {install_extra('postgres')}",
+            ) from missing
+        except ArgumentError as error:
+            raise _no_store(error) from error
+        if self.is_sqlite:
+            event.listen(engine, "connect", self._set_up)
+            event.listen(engine, "begin", _begin)
+        return engine
+
+    def _set_up(self, connection: Any, _record: object) -> None:
+        """Settings of one connection to SQLite. Transactions are begun by us: the driver would begin them late."""
+        connection.isolation_level = None
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA synchronous = FULL")
+        wanted = "delete" if self.file is None or is_on_network(self.file) else "wal"
+        if connection.execute("PRAGMA journal_mode").fetchone()[0] != wanted:
+            with suppress(
+                Exception
+            ):  # another process is at work: the mode it found goes on, and the next sets it
+                connection.execute(f"PRAGMA journal_mode = {wanted}")
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self._told(), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        """A transaction that holds SQLite's lock from its beginning, so that it cannot fail in its middle."""
+        with (
+            self._told(),
+            self._engine.connect().execution_options(writes=True) as connection,
+            connection.begin(),
+        ):
+            yield connection
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except SQLAlchemyError as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: SQLAlchemyError) -> StoreError:
+        """The reason in a word, and what to do."""
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        words = printable(" ".join(str(cause).split()))
+        for part, reason, hint in _REASONS:
+            if part in words:
+                return StoreError(f"The store of runs {self.name} {reason} ({words}).", hint=hint)
+        return StoreError(f"The store of runs {self.name} cannot be used ({words}).", hint="Check the store.")
+
+    def prepare(self, *, create: bool) -> None:
+        """Make the tables, or bring them up to date.
+
+        Raises:
+            StoreError: There is no store and none is to be made, it is of a later version, or it cannot be used.
+        """
+        if self.file is not None and not self.file.exists():
+            if not create:
+                raise StoreError(
+                    f"No run is kept yet: there is no {self.name}.",
+                    hint="Make one with sigmascope watch SCRIPT, or take files in: sigmascope runs import.",
+                )
+            self._make_file(self.file)
+        with self._reading() as connection:
+            revision = _revision(connection)
+        if revision == REVISION:
+            return
+        with self._writing() as connection:
+            revision = _revision(connection)  # another process may have been quicker
+            if revision != REVISION:
+                self._migrate(connection, revision)
+                self.is_new = revision is None
+
+    def _make_file(self, file: Path) -> None:
+        """An empty file that only its owner reads; SQLite gives the files beside it the same mode."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+        except OSError as error:
+            message = f"The store of runs {self.name} cannot be made ({reason_of(error)})."
+            raise StoreError(message, hint="Name another place: SIGMASCOPE_STORE=/path/runs.db") from error
+
+    def _migrate(self, connection: Connection, revision: str | None) -> None:
+        from alembic.config import Config
+        from alembic.runtime.environment import EnvironmentContext
+        from alembic.script import ScriptDirectory
+        from alembic.util import CommandError
+
+        config = Config()
+        config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+        config.set_main_option("path_separator", "os")
+        script = ScriptDirectory.from_config(config)
+        try:
+            if revision is not None:
+                script.get_revision(revision)
+            with EnvironmentContext(
+                config, script, fn=lambda now, _: script._upgrade_revs(REVISION, now)
+            ) as step:
+                step.configure(connection=connection, transaction_per_migration=False)
+                step.run_migrations()
+        except CommandError as error:
+            raise StoreError(
+                f"The store of runs {self.name} is of a later version of Sigmascope (its revision is {revision!r}).",
+                hint="Upgrade Sigmascope, or name another store: SIGMASCOPE_STORE=/path/runs.db",
+            ) from error
+
+    # Writing
+
+    def add(
+        self,
+        run: Run,
+        source: str,
+        *,
+        tags: Iterable[str] = (),
+        notes: Iterable[str] = (),
+        prune: bool = False,
+    ) -> bool:
+        """Keep a run, in one transaction.
+
+        Args:
+            run: Any.
+            source: What made it, such as "watch".
+            tags: Of it.
+            notes: Of it.
+            prune: Whether to drop the oldest runs above `MOST_RUNS` and `MOST_BYTES`, but for those with a tag.
+
+        Returns:
+            False: this very run was there already.
+
+        Raises:
+            OtherRunError: Another run has its id.
+            StoreError: The store cannot be written.
+            ConfigError: The run holds impossible times.
+            TypeError: A fact of the run is of a type that JSON lacks.
+        """
+        row = row_of(run)
+        content = zlib.compress(run_to_json(run).encode("ascii"), 6)
+        with self._writing() as connection:
+            known = connection.execute(
+                select(RECORDS.c.content)
+                .join(RUNS, RUNS.c.number == RECORDS.c.run)
+                .where(RUNS.c.id == row.id)
+            ).scalar()
+            if known is not None:
+                if zlib.decompress(known) == zlib.decompress(content):
+                    return False
+                raise OtherRunError(
+                    f"Another run with the id {row.id} is in the store.",
+                    hint="Take it in with a new one: sigmascope runs import --new-id",
+                )
+            values = {"kept_at": _now(), "source": source, "record_bytes": len(content), **row.columns()}
+            number = connection.execute(insert(RUNS).values(values).returning(RUNS.c.number)).scalar_one()
+            connection.execute(insert(RECORDS).values(run=number, content=content))
+            _insert_all(connection, LORAS, [{"run": number, "lora": lora} for lora in row.loras])
+            _insert_all(connection, TAGS, [{"run": number, "tag": tag} for tag in dict.fromkeys(tags)])
+            _insert_all(
+                connection, NOTES, [{"run": number, "written_at": _now(), "note": note} for note in notes]
+            )
+            if prune and self.is_sqlite:
+                _prune(connection, MOST_RUNS, MOST_BYTES)
+        return True
+
+    def tag(self, numbers: Sequence[int], tag: str) -> None:
+        """Give runs a tag; one that has it keeps it."""
+        with self._writing() as connection:
+            has = set(connection.execute(select(TAGS.c.run).where(TAGS.c.tag == tag)).scalars())
+            _insert_all(connection, TAGS, [{"run": run, "tag": tag} for run in numbers if run not in has])
+
+    def untag(self, numbers: Sequence[int], tag: str) -> None:
+        """Take a tag from runs."""
+        with self._writing() as connection:
+            for some in _in_parts(numbers):
+                connection.execute(delete(TAGS).where(TAGS.c.tag == tag, TAGS.c.run.in_(some)))
+
+    def note(self, numbers: Sequence[int], note: str) -> None:
+        """Add a note to runs."""
+        with self._writing() as connection:
+            _insert_all(
+                connection, NOTES, [{"run": run, "written_at": _now(), "note": note} for run in numbers]
+            )
+
+    def remove(self, numbers: Sequence[int]) -> None:
+        """Remove runs, with all that belongs to them."""
+        with self._writing() as connection:
+            for some in _in_parts(numbers):
+                connection.execute(delete(RUNS).where(RUNS.c.number.in_(some)))
+
+    def prune(self, most_runs: int, most_bytes: int) -> int:
+        """Remove the oldest runs without a tag, until there are no more than these; and give the space back.
+
+        Returns:
+            How many were removed.
+        """
+        with self._writing() as connection:
+            removed = _prune(connection, most_runs, most_bytes)
+        if removed and self.is_sqlite:
+            with self._told(), self._engine.connect() as connection:
+                connection.connection.driver_connection.execute("VACUUM")  # type: ignore[union-attr]
+        return removed
+
+    # Reading
+
+    def count(self, filters: Filters | None = None) -> int:
+        """How many runs there are."""
+        with self._reading() as connection:
+            return int(connection.execute(_chosen(select(func.count(RUNS.c.number)), filters)).scalar_one())
+
+    def runs(
+        self, filters: Filters | None = None, *, limit: int | None = None, offset: int = 0
+    ) -> list[KeptRun]:
+        """The runs without their records, the newest first."""
+        chosen = _chosen(select(RUNS), filters).order_by(RUNS.c.started_at.desc(), RUNS.c.number.desc())
+        return self._listed(chosen.limit(limit).offset(offset))
+
+    def runs_of_id(self, beginning: str, *, limit: int) -> list[KeptRun]:
+        """The runs whose id begins so; one whose id is just that comes alone."""
+        with_this = RUNS.c.id.startswith(beginning, autoescape=True)
+        found = self._listed(select(RUNS).where(with_this).order_by(RUNS.c.number).limit(limit))
+        return [run for run in found if run.row.id == beginning] or found
+
+    def comparable_before(self, run: KeptRun, *, limit: int) -> list[KeptRun]:
+        """The last whole runs before one that did the same kind of work on the same device, the newest first."""
+        same = (RUNS.c[name].is_not_distinct_from(getattr(run.row, name)) for name in COMPARABLE)
+        before = or_(
+            RUNS.c.started_at < run.row.started_at,
+            (RUNS.c.started_at == run.row.started_at) & (RUNS.c.number < run.number),
+        )
+        chosen = select(RUNS).where(before, RUNS.c.outcome == "ok", *same)
+        return self._listed(chosen.order_by(RUNS.c.started_at.desc(), RUNS.c.number.desc()).limit(limit))
+
+    def _listed(self, chosen: Select[Any]) -> list[KeptRun]:
+        with self._reading() as connection:
+            rows = connection.execute(chosen).mappings().all()
+            numbers = [row["number"] for row in rows]
+            loras = _of_runs(connection, LORAS, "lora", numbers)
+            tags = _of_runs(connection, TAGS, "tag", numbers)
+            notes = _of_runs(connection, NOTES, "note", numbers)
+        names = [field.name for field in fields(Row) if field.name != "loras"]
+        return [
+            KeptRun(
+                row["number"],
+                Row(**{name: row[name] for name in names}, loras=loras.get(row["number"], ())),
+                row["kept_at"],
+                row["source"],
+                row["record_bytes"],
+                tags.get(row["number"], ()),
+                notes.get(row["number"], ()),
+            )
+            for row in rows
+        ]
+
+    def record(self, number: int) -> Run:
+        """The record of a run.
+
+        Raises:
+            StoreError: It is gone or damaged.
+        """
+        with self._reading() as connection:
+            content = connection.execute(select(RECORDS.c.content).where(RECORDS.c.run == number)).scalar()
+        if content is None:
+            raise StoreError(
+                f"The run {number} is no longer in the store {self.name}.", hint="List the runs again."
+            )
+        try:
+            return run_from_json(_unpacked(content), source=f"run {number} of {self.name}")
+        except (zlib.error, ValueError) as error:
+            raise StoreError(
+                f"The record of run {number} in the store {self.name} is damaged ({error}).",
+                hint="Remove it with sigmascope runs rm.",
+            ) from error
+
+    def query(self, sql: str, *, limit: int | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """What an SQL query gives: the names of its columns, and its rows. It cannot change anything.
+
+        Raises:
+            ConfigError: The database refuses the query.
+        """
+        with self._engine.connect() as connection:
+            try:
+                if self.is_sqlite:
+                    raw = cast(Any, connection.connection.driver_connection)
+                    raw.set_authorizer(_only_reads)
+                    try:
+                        cursor = raw.execute(sql)
+                        names = [column[0] for column in cursor.description or ()]
+                        return names, cursor.fetchall() if limit is None else cursor.fetchmany(limit)
+                    finally:
+                        raw.set_authorizer(None)
+                with connection.begin():
+                    connection.execute(text("SET TRANSACTION READ ONLY"))
+                    result = connection.exec_driver_sql(sql)
+                    found = result.fetchall() if limit is None else result.fetchmany(limit)
+                    return list(result.keys()), [tuple(row) for row in found]
+            except SigmascopeError:
+                raise
+            except Exception as error:  # the driver's own errors, which differ by driver
+                if not isinstance(error, SQLAlchemyError) and type(error).__module__ not in ("sqlite3",):
+                    raise
+                cause = error.orig if isinstance(error, DBAPIError) else error
+                raise ConfigError(
+                    f"The query failed: {' '.join(str(cause).split())}.",
+                    hint="The tables are in docs/history.md; a query can only read.",
+                ) from error
+
+
+COMPARABLE: Final = (
+    "pipeline",
+    "model",
+    "work",
+    "width",
+    "height",
+    "num_frames",
+    "batch_size",
+    "steps",
+    "generations",
+    "device",
+    "hardware",
+)
+"""Columns that are equal in runs of the same kind of work: their times can be compared."""
+
+_REASONS: Final = (
+    ("is locked", "is locked by another process", "Try again once that is done."),
+    ("disk is full", "has no room", "Free some space, or drop runs: sigmascope runs prune --most 1000"),
+    ("disk I/O error", "cannot be read or written", "Check the disk."),
+    ("readonly", "is read-only", "Check its permissions, or name another: SIGMASCOPE_STORE=/path/runs.db"),
+    ("not a database", "is damaged, or no store", "Move it away; a new one is made."),
+    ("malformed", "is damaged", "Move it away; a new one is made. What sqlite3 .recover saves can be read."),
+    ("no such table", "is damaged, or no store", "Move it away; a new one is made."),
+    ("no such column", "is damaged, or no store", "Move it away; a new one is made."),
+    ("unable to open", "cannot be opened", "Check the path and its permissions."),
+    ("could not connect", "does not answer", "Check that the server runs."),
+    ("connection failed", "does not answer", "Check that the server runs."),
+)
+"""Words of a database, what they mean, and what to do."""
+
+
+def _checked(url: str) -> URL:
+    try:
+        checked = make_url(url)
+        checked.get_backend_name()
+        checked.get_dialect()
+    except (ArgumentError, NoSuchModuleError, ValueError) as error:
+        raise _no_store(error) from error
+    return checked
+
+
+def _no_store(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"SIGMASCOPE_STORE is no store ({' '.join(str(error).split())}).",
+        hint="Give the path of an SQLite file, or postgresql+psycopg://user@host/database",
+    )
+
+
+def is_on_network(file: Path) -> bool:
+    """Whether the file's folder lies on a file system of another machine; False where the system does not say."""
+    try:
+        folder = file.parent.resolve()
+        mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    except (OSError, RuntimeError):
+        return False
+    kind = next((mounts[place] for place in (folder, *folder.parents) if place in mounts), "")
+    return kind.lower() in _NETWORK
+
+
+def _begin(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _only_reads(action: int, *_: object) -> int:
+    """SQLite asks for each part of a query: 0 allows it, 1 refuses the whole."""
+    return 0 if action in (_SQLITE_SELECT, _SQLITE_READ, _SQLITE_FUNCTION, _SQLITE_RECURSIVE) else 1
+
+
+def _revision(connection: Connection) -> str | None:
+    """Of the tables that are there; None: there are none."""
+    if not connection.dialect.has_table(connection, "alembic_version"):
+        return None
+    found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return None if found is None else str(found)
+
+
+def _now() -> str:
+    return moment_in_utc(datetime.now(UTC))
+
+
+def _insert_all(connection: Connection, table: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    if rows:
+        connection.execute(insert(table), list(rows))
+
+
+def _in_parts(numbers: Sequence[int], size: int = 500) -> Iterator[Sequence[int]]:
+    """In parts that fit a statement."""
+    for start in range(0, len(numbers), size):
+        yield numbers[start : start + size]
+
+
+def _of_runs(
+    connection: Connection, table: Any, column: str, numbers: Sequence[int]
+) -> dict[int, tuple[str, ...]]:
+    found: dict[int, tuple[str, ...]] = {}
+    for some in _in_parts(numbers):
+        order = table.c.number if "number" in table.c else table.c[column]
+        rows = connection.execute(
+            select(table.c.run, table.c[column]).where(table.c.run.in_(some)).order_by(order)
+        )
+        for run, value in rows:
+            found[run] = (*found.get(run, ()), value)
+    return found
+
+
+def _chosen(query: Select[Any], filters: Filters | None) -> Select[Any]:
+    """The query with what the filters say."""
+    if filters is None:
+        return query
+    conditions: list[ColumnElement[bool]] = []
+    for column, part in ((RUNS.c.pipeline, filters.pipeline), (RUNS.c.model, filters.model)):
+        if part:
+            conditions.append(column.icontains(part, autoescape=True))
+    if filters.lora:
+        conditions.append(
+            exists().where(
+                LORAS.c.run == RUNS.c.number, LORAS.c.lora.icontains(filters.lora, autoescape=True)
+            )
+        )
+    if filters.tag:
+        conditions.append(exists().where(TAGS.c.run == RUNS.c.number, TAGS.c.tag == filters.tag))
+    if filters.recipe:
+        conditions.append(RUNS.c.recipe.startswith(filters.recipe, autoescape=True))
+    for column, value in ((RUNS.c.outcome, filters.outcome), (RUNS.c.source, filters.source)):
+        if value:
+            conditions.append(column == value)
+    if filters.since:
+        conditions.append(RUNS.c.started_at >= filters.since)
+    if filters.until:
+        conditions.append(RUNS.c.started_at < filters.until)
+    return query.where(*conditions)
+
+
+def _prune(connection: Connection, most_runs: int, most_bytes: int) -> int:
+    """Remove the oldest runs without a tag, until there are no more than these; how many that were."""
+    count, nbytes = connection.execute(
+        select(func.count(RUNS.c.number), func.coalesce(func.sum(RUNS.c.record_bytes), 0))
+    ).one()
+    if count <= most_runs and nbytes <= most_bytes:
+        return 0
+    untagged = ~exists().where(TAGS.c.run == RUNS.c.number)
+    oldest = (
+        select(RUNS.c.number, RUNS.c.record_bytes).where(untagged).order_by(RUNS.c.started_at, RUNS.c.number)
+    )
+    removed: list[int] = []
+    for number, size in connection.execute(oldest):
+        if count - len(removed) <= most_runs and nbytes <= most_bytes:
+            break
+        removed.append(number)
+        nbytes -= size
+    for some in _in_parts(removed):
+        connection.execute(delete(RUNS).where(RUNS.c.number.in_(some)))
+    return len(removed)
+
+
+def _unpacked(content: bytes) -> bytes:
+    """The JSON of a record.
+
+    Raises:
+        ValueError: It is larger than any record.
+        zlib.error: It is damaged.
+    """
+    unpacking = zlib.decompressobj()
+    written = unpacking.decompress(content, _LARGEST_RECORD)
+    if unpacking.unconsumed_tail:
+        raise ValueError("it is larger than any record")
+    if not unpacking.eof:
+        raise ValueError("its end is missing")
+    return written

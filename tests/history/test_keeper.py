@@ -1,0 +1,184 @@
+"""Runs are kept on a thread of their own, and a store that refuses them costs none."""
+
+import os
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.history.kept_runs import kept_run
+
+from sigmascope.history import keeper
+from sigmascope.history.keeper import finish, keep, keep_all, unkept_files
+from sigmascope.history.location import KEEP, STORE, file_of, store_url, unkept_folder
+from sigmascope.history.store import open_store
+from sigmascope.records.serialization import load_run
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def kept_ids() -> list[str]:
+    with open_store(create=False) as store:
+        return [run.row.id for run in store.runs()]
+
+
+def test_a_run_is_kept_and_the_first_time_one_line_says_where(file: Path, said: list[str]) -> None:
+    for name in "ab":
+        keep(kept_run(id=name), "watch", said.append)
+    finish()
+    assert sorted(kept_ids()) == ["a", "b"]
+    assert said == [f"runs are kept in {file}; SIGMASCOPE_KEEP=0 keeps none"]
+
+
+def test_nothing_is_kept_where_the_environment_says_so(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEEP, "0")
+    keep(kept_run(), "watch", said.append)
+    keep_all([kept_run()], "bench", said.append)
+    finish()
+    assert not file.exists()
+    assert said == []
+
+
+def test_the_host_does_not_wait_for_the_store(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, threads = threading.Event(), list[str]()
+
+    def slow(*_: object, **__: object) -> None:
+        threads.append(threading.current_thread().name)
+        may_go_on.wait(10)
+        raise OSError("broken")
+
+    monkeypatch.setattr("sigmascope.history.store.open_store", slow)
+    keep(kept_run(), "watch", said.append)  # comes back although the store does not
+    may_go_on.set()
+    finish()
+    assert threads == ["sigmascope-history"]
+
+
+def test_what_is_wrong_with_the_store_is_said_once_and_every_run_is_written_beside_it(
+    file: Path, said: list[str]
+) -> None:
+    file.parent.mkdir()
+    file.write_bytes(b"garbage" * 1000)
+    runs = [kept_run(), kept_run()]
+    for run in runs:
+        keep(run, "watch", said.append)
+    finish()
+    files = unkept_files()
+    assert sorted((load_run(path) for path in files), key=lambda run: run.id) == runs
+    assert {path.parent for path in files} == {file.with_suffix(".unkept")}
+    [line] = said
+    assert "damaged" in line
+    assert str(file.with_suffix(".unkept")) in line
+    assert "runs import" in line
+
+
+def test_a_folder_that_cannot_be_written_is_no_loss_either(file: Path, said: list[str]) -> None:
+    file.parent.parent.joinpath("data").write_text("a file where the folder should be")
+    run = kept_run()
+    keep_all([run], "watch", said.append)
+    assert [load_run(path) for path in unkept_files()] == [run]
+
+
+def test_where_nothing_can_be_written_a_line_says_that_the_run_is_lost(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.parent.write_text("a file where the folder should be")
+    monkeypatch.setattr(keeper, "gettempdir", lambda: str(file))
+    keep_all([kept_run()], "watch", said.append)
+    [line] = said
+    assert "the run was not kept" in line
+
+
+def test_a_run_with_a_fact_that_json_lacks_is_told_and_raises_nothing(file: Path, said: list[str]) -> None:
+    keep_all([kept_run(facts={"x": object()}), kept_run(id="next")], "watch", said.append)
+    assert kept_ids() == ["next"]
+    assert "JSON lacks" in said[-1]
+
+
+def test_a_listener_that_fails_costs_no_run(file: Path) -> None:
+    def fail(line: str) -> None:
+        raise ValueError(line)
+
+    keep(kept_run(id="a"), "watch", fail)
+    finish()
+    assert kept_ids() == ["a"]
+
+
+def test_a_locked_store_is_not_waited_for_without_end(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sigmascope.history.store._WAIT_SECONDS", 0.05)
+    with open_store():
+        pass
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        keep(kept_run(), "watch", said.append)
+        finish()
+    assert len(unkept_files()) == 1
+    assert "locked" in said[0]
+
+
+def test_what_is_not_kept_in_time_is_written_as_json(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    monkeypatch.setattr(keeper, "LONGEST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("sigmascope.history.store.open_store", lambda *_, **__: (may_go_on.wait(10), [][0]))
+    for name in ("first", "second"):
+        keep(kept_run(id=name), "watch", said.append)
+    deadline = time.monotonic() + 5
+    while not keeper._keeper or keeper._keeper._work.qsize() != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    finish()
+    assert [load_run(path).id for path in unkept_files()] == ["second"]
+    may_go_on.set()
+    monkeypatch.setattr(keeper, "LONGEST_WAIT_SECONDS", 10.0)
+    finish()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_keeps_its_own_runs(file: Path, said: list[str]) -> None:
+    keep(kept_run(id="parent"), "watch", said.append)
+    finish()
+    child = os.fork()
+    if child == 0:
+        keep(kept_run(id="child"), "watch", said.append)
+        finish()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(kept_ids()) == ["child", "parent"]
+
+
+@pytest.mark.parametrize(
+    ("named", "url", "beside"),
+    [
+        ("/x/y.db", "sqlite:////x/y.db", "/x/y.unkept"),
+        ("sqlite:////x/y.db", "sqlite:////x/y.db", "/x/y.unkept"),
+        ("postgresql+psycopg://me@host/runs", "postgresql+psycopg://me@host/runs", None),
+    ],
+)
+def test_where_runs_are_kept(
+    named: str, url: str, beside: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store_url({STORE: named}) == url
+    if beside is not None:
+        assert unkept_folder(url) == Path(beside)
+    else:
+        monkeypatch.setenv("XDG_DATA_HOME", "/data")
+        assert file_of(url) is None
+        assert unkept_folder(url).name == "runs.unkept"
+
+
+def test_by_default_they_are_kept_among_the_user_s_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_data_path", lambda name, appauthor: Path("/data", name))
+    assert store_url({}) == "sqlite:////data/sigmascope/runs.db"

@@ -1,0 +1,346 @@
+"""What the store keeps, finds and drops, and what it says of a database that it cannot use."""
+
+import os
+import sqlite3
+import stat
+import threading
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from tests.history.kept_runs import kept_run
+
+from sigmascope.errors import ConfigError, OtherRunError, StoreError
+from sigmascope.history import store as store_module
+from sigmascope.history.row import OK
+from sigmascope.history.store import Filters, Store, is_on_network, open_store
+from sigmascope.history.tables import METADATA
+
+
+def ids(store: Store, **filters: str) -> list[str]:
+    return [run.row.id for run in store.runs(Filters(**filters))]
+
+
+def test_a_run_comes_back_as_it_was(store: Store) -> None:
+    run = kept_run(facts={"odd": [float("inf"), {"$float": "x"}, "\ud800\0"]})
+    assert store.add(run, "watch", tags=["before"], notes=["new driver", "again"])
+    [kept] = store.runs()
+    assert store.record(kept.number) == run
+    assert (kept.source, kept.tags, kept.notes) == ("watch", ("before",), ("new driver", "again"))
+    assert kept.row.outcome == OK
+
+
+def test_the_same_run_is_kept_once_and_another_of_its_id_is_refused(store: Store) -> None:
+    run = kept_run(id="a")
+    assert store.add(run, "watch")
+    assert not store.add(run, "watch")
+    with pytest.raises(OtherRunError, match="id a"):
+        store.add(kept_run(id="a", seconds=3.0), "watch")
+    assert store.count() == 1
+
+
+def test_the_newest_run_comes_first_whenever_it_was_kept(store: Store) -> None:
+    for day in (2, 3, 1):
+        store.add(kept_run(id=str(day), started_at=f"2026-03-0{day}T00:00:00+00:00"), "watch")
+    assert ids(store) == ["3", "2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("filters", "found"),
+    [
+        ({"pipeline": "flux"}, ["a"]),
+        ({"pipeline": "%"}, []),
+        ({"model": "XL"}, ["b"]),
+        ({"lora": "style"}, ["b"]),
+        ({"outcome": "failed"}, ["c"]),
+        ({"tag": "before"}, ["a"]),
+        ({"tag": "bef"}, []),
+        ({"source": "bench"}, ["c"]),
+        ({"since": "2026-03-02"}, ["c", "b"]),
+        ({"until": "2026-03-02"}, ["a"]),
+        ({"since": "2026-03-02", "outcome": "ok"}, ["b"]),
+    ],
+)
+def test_filters(store: Store, filters: dict[str, str], found: list[str]) -> None:
+    lora = {"unet.x": {"file": "Style.safetensors"}}
+    store.add(kept_run(id="a", started_at="2026-03-01T00:00:00+00:00"), "watch", tags=["before"])
+    store.add(
+        kept_run(id="b", started_at="2026-03-02T00:00:00+00:00", pipeline="SDXL", source="sdxl", loras=lora),
+        "watch",
+    )
+    store.add(
+        kept_run(
+            id="c", started_at="2026-03-03T00:00:00+00:00", pipeline="Wan", source=None, error="ValueError"
+        ),
+        "bench",
+    )
+    assert ids(store, **filters) == found
+    assert store.count(Filters(**filters)) == len(found)
+
+
+def test_a_recipe_is_found_by_its_beginning(store: Store) -> None:
+    store.add(kept_run(id="a"), "watch")
+    store.add(kept_run(id="b", steps=9), "watch")
+    digest = next(run.row.recipe for run in store.runs() if run.row.id == "a")
+    assert digest is not None
+    assert ids(store, recipe=digest[:6]) == ["a"]
+
+
+def test_tags_and_notes_are_added_and_taken_off(store: Store) -> None:
+    for name in "ab":
+        store.add(kept_run(id=name), "watch")
+    numbers = [run.number for run in store.runs()]
+    store.tag(numbers, "x")
+    store.tag(numbers[:1], "x")
+    store.note(numbers[:1], "slow")
+    store.untag(numbers[1:], "x")
+    assert [(run.tags, run.notes) for run in store.runs()] == [(("x",), ("slow",)), ((), ())]
+
+
+def test_nothing_is_left_of_a_removed_run(store: Store) -> None:
+    store.add(kept_run(loras={"unet.x": {}}), "watch", tags=["x"], notes=["y"])
+    store.remove([run.number for run in store.runs()])
+    for table in ("runs", "records", "loras", "tags", "notes"):
+        assert store.query(f"SELECT count(*) FROM {table}")[1] == [(0,)]
+
+
+def test_the_oldest_are_dropped_but_for_those_with_a_tag(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MOST_RUNS", 3)
+    for day in range(1, 7):
+        run = kept_run(id=str(day), started_at=f"2026-03-0{day}T00:00:00+00:00")
+        store.add(run, "watch", tags=["first"] if day == 1 else [], prune=True)
+    assert ids(store) == ["6", "5", "1"]
+
+
+def test_records_take_no_more_than_their_share_of_the_disk(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add(kept_run(id="1"), "watch")
+    size = store.runs()[0].record_bytes
+    monkeypatch.setattr(store_module, "MOST_BYTES", int(2.5 * size))
+    for day in range(2, 6):
+        store.add(kept_run(id=str(day), started_at=f"2026-03-0{day}T12:00:00+00:00"), "watch", prune=True)
+    assert ids(store) == ["5", "4"]
+
+
+def test_pruning_gives_the_space_back(store: Store, file: Path) -> None:
+    noise = {"noise": os.urandom(200_000).hex()}
+    for day in range(1, 5):
+        store.add(kept_run(id=str(day), started_at=f"2026-03-0{day}T12:00:00+00:00", facts=noise), "watch")
+    assert store.prune(1, 10**9) == 3
+    assert ids(store) == ["4"]
+    with closing(sqlite3.connect(file)) as reader:
+        pages = reader.execute("PRAGMA page_count").fetchone()[0] * 4096
+    assert pages < 500_000
+
+
+def test_comparable_runs_did_the_same_work_on_the_same_device_before(store: Store) -> None:
+    def add(id: str, day: int, **other: object) -> None:
+        store.add(kept_run(id=id, started_at=f"2026-03-{day:02}T00:00:00+00:00", **other), "watch")  # type: ignore[arg-type]
+
+    add("first", 1)
+    add("other size", 2, size=(512, 512))
+    add("other device", 3, device="cpu")
+    add("failed", 4, error="ValueError")
+    add("other steps", 5, steps=9)
+    add("second", 6, prompt="1" * 64)
+    add("now", 7)
+    add("later", 8)
+    now = next(run for run in store.runs() if run.row.id == "now")
+    assert [run.row.id for run in store.comparable_before(now, limit=9)] == ["second", "first"]
+
+
+def test_only_its_owner_can_read_the_store(store: Store, file: Path) -> None:
+    store.add(kept_run(), "watch")
+    with closing(sqlite3.connect(file)) as reader:
+        reader.execute("SELECT * FROM runs").fetchall()  # so that the files beside it are there
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in file.parent.iterdir()}
+    assert modes == {"runs.db": 0o600, "runs.db-wal": 0o600, "runs.db-shm": 0o600}
+
+
+def test_a_reader_does_not_hold_up_a_writer(store: Store, file: Path) -> None:
+    with closing(sqlite3.connect(file)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM runs").fetchall()
+        assert store.add(kept_run(), "watch")
+
+
+def test_a_network_file_system_gets_a_rollback_journal(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = [SimpleNamespace(mountpoint=str(file.parent.parent), fstype="nfs4")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    assert is_on_network(file)
+    with open_store() as store:
+        store.add(kept_run(), "watch")
+        assert store.query("SELECT count(*) FROM runs")[1] == [(1,)]
+    with closing(sqlite3.connect(file)) as reader:
+        assert reader.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def test_the_tables_are_those_that_migrations_make(store: Store) -> None:
+    names = [table.name for table in METADATA.sorted_tables]
+    made = {name: [row[:4] for row in store_columns(store, name)] for name in names}
+    wanted = {}
+    for table in METADATA.sorted_tables:
+        wanted[table.name] = [
+            (column.name, str(column.type), int(not column.nullable)) for column in table.columns
+        ]
+    assert {name: [(row[1], row[2], row[3]) for row in rows] for name, rows in made.items()} == wanted
+
+
+def store_columns(store: Store, table: str) -> list[tuple[object, ...]]:
+    assert store.file is not None
+    with closing(sqlite3.connect(store.file)) as reader:
+        return reader.execute(f"PRAGMA table_info({table})").fetchall()
+
+
+def test_a_query_reads(store: Store) -> None:
+    store.add(kept_run(), "watch")
+    names, rows = store.query("SELECT pipeline, count(*) AS runs FROM runs GROUP BY pipeline")
+    assert (names, rows) == (["pipeline", "runs"], [("FluxPipeline", 1)])
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DELETE FROM runs",
+        "DROP TABLE runs",
+        "PRAGMA journal_mode = DELETE",
+        "PRAGMA writable_schema = 1",
+        "ATTACH DATABASE '/tmp/x.db' AS x",
+        "VACUUM INTO '/tmp/x.db'",
+        "SELECT load_extension('x')",
+        "SELECT 1; DELETE FROM runs",
+        "WITH x AS (SELECT 1) DELETE FROM runs",
+        "nonsense",
+        "",
+    ],
+)
+def test_a_query_does_nothing_else(store: Store, sql: str) -> None:
+    store.add(kept_run(), "watch")
+    if sql:
+        with pytest.raises(ConfigError, match="query failed"):
+            store.query(sql)
+    assert store.count() == 1
+
+
+def refusal(url: str | None = None) -> StoreError:
+    with pytest.raises(StoreError) as refused, open_store(url) as store:
+        store.add(kept_run(), "watch")
+    return refused.value
+
+
+def test_a_store_of_a_later_version_is_left_alone(store: Store, file: Path) -> None:
+    with closing(sqlite3.connect(file)) as writer:
+        writer.execute("UPDATE alembic_version SET version_num = '99'")
+        writer.commit()
+    assert "later version" in refusal().message
+
+
+def test_garbage_is_no_store(file: Path) -> None:
+    file.parent.mkdir()
+    with file.open("wb") as garbage:
+        garbage.write(b"garbage" * 1000)
+        garbage.truncate(10 << 30)  # sparse
+    assert "damaged" in refusal().message
+    assert file.stat().st_size == 10 << 30
+
+
+def test_another_program_s_database_is_no_store(file: Path) -> None:
+    file.parent.mkdir()
+    with closing(sqlite3.connect(file)) as writer:
+        writer.execute("CREATE TABLE alembic_version (version_num TEXT)")
+        writer.execute("INSERT INTO alembic_version VALUES ('1')")
+        writer.commit()
+    assert "no store" in refusal().message
+
+
+def test_a_folder_is_no_store(file: Path) -> None:
+    file.mkdir(parents=True)
+    assert "cannot be opened" in refusal().message
+
+
+def test_a_read_only_store_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up = Store._set_up
+
+    def read_only(self: Store, connection: sqlite3.Connection, record: object) -> None:
+        set_up(self, connection, record)
+        connection.execute(
+            "PRAGMA query_only = ON"
+        )  # SQLite's words are those for a file that it may only read
+
+    monkeypatch.setattr(Store, "_set_up", read_only)
+    assert "read-only" in refusal().message
+
+
+def test_a_store_of_whose_disk_nothing_is_left_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up = Store._set_up
+
+    def small(self: Store, connection: sqlite3.Connection, record: object) -> None:
+        set_up(self, connection, record)
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    monkeypatch.setattr(Store, "_set_up", small)
+    large = kept_run(facts={"noise": os.urandom(99_000).hex()})
+    with open_store() as opened, pytest.raises(StoreError, match="has no room"):
+        opened.add(large, "watch")
+    assert store.count() == 0
+
+
+def test_a_locked_store_says_so(store: Store, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_WAIT_SECONDS", 0.05)
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert "locked" in refusal().message
+
+
+def test_a_store_that_is_not_there_is_not_made_by_reading(file: Path) -> None:
+    with pytest.raises(StoreError, match="No run is kept yet"), open_store(create=False):
+        pass
+    assert not file.exists()
+
+
+def test_many_threads_may_make_it_at_once(file: Path) -> None:
+    failures: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        try:
+            start.wait()
+            with open_store() as store:
+                store.add(kept_run(id=f"{number}"), "watch")
+        except BaseException as failure:  # noqa: BLE001 - told below
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    with open_store() as store:
+        assert store.count() == 4
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "postgresql+nonsense://x", "://", "sqlite://host/x.db"])
+def test_a_url_that_makes_no_sense_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="SIGMASCOPE_STORE"), open_store(url):
+        pass
+
+
+def test_a_password_is_not_told() -> None:
+    pytest.importorskip("psycopg")
+    assert Store("postgresql+psycopg://me:secret@host/runs").name == "postgresql+psycopg://me:***@host/runs"
+
+
+def test_a_damaged_record_says_so(store: Store, file: Path) -> None:
+    store.add(kept_run(), "watch")
+    with closing(sqlite3.connect(file)) as writer:
+        writer.execute("UPDATE records SET content = x'00'")
+        writer.commit()
+    with pytest.raises(StoreError, match="damaged"):
+        store.record(store.runs()[0].number)
