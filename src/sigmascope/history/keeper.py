@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LONGEST_WAIT_SECONDS: Final = 15.0
 """At the end of the process."""
+_BESIDE_EARLIER: Final = ("watch", "process")
+"""Whose runs are compared with earlier ones as they come. A prompt of ComfyUI runs what its cache lacks, and is compared there."""
 _IMPORT: Final = "sigmascope runs import takes it in"
 Say = Callable[[str], None]
 
@@ -122,12 +124,23 @@ class Keeper:
             store = self._open(url)
             if store.is_new:
                 self._tell(say, f"runs are kept in {without_home(store.name)}; {KEEP}=0 keeps none")
-            store.add(run, source, prune=True)
+            is_new = store.add(run, source, prune=True)
+            if is_new and source in _BESIDE_EARLIER:
+                self._compare(store, run, say)
         except Exception as failure:  # noqa: BLE001 - whatever is wrong with the store costs no run
             self._close()
             told = failure.message if isinstance(failure, SigmascopeError) else None
             reason = told or f"{type(failure).__name__}: {failure}"
             self._write_beside(run, say, url, reason)
+
+    def _compare(self, store: "Store", run: Run, say: Say) -> None:
+        """Say what is odd about a run that is kept, beside those like it before."""
+        with suppress(Exception):  # the run is kept
+            from sigmascope.history.own_history import beside_earlier
+
+            line = beside_earlier(store, store.kept(run), run)
+            if line is not None:
+                self._tell(say, line)
 
     def _open(self, url: str) -> "Store":
         if self._opened is not None and self._opened[0] == url:

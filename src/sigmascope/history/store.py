@@ -418,6 +418,19 @@ class Store:
         found = self._listed(select(RUNS).where(with_this).order_by(RUNS.c.number).limit(limit))
         return [run for run in found if run.row.id == beginning] or found
 
+    def kept(self, run: Run) -> KeptRun:
+        """What is kept of a run that is in the store.
+
+        Raises:
+            StoreError: It is not.
+        """
+        found = self._listed(select(RUNS).where(RUNS.c.id == row_of(run).id))
+        if not found:
+            raise StoreError(
+                f"The run {run.id} is not in the store {self.name}.", hint="List the runs again."
+            )
+        return found[0]
+
     def comparable_before(self, run: KeptRun, *, limit: int) -> list[KeptRun]:
         """The last whole runs before one that did the same kind of work on the same device, the newest first."""
         same = (RUNS.c[name].is_not_distinct_from(getattr(run.row, name)) for name in COMPARABLE)

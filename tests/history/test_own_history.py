@@ -1,0 +1,120 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.history.kept_runs import kept_run
+
+from sigmascope.history.keeper import keep_all
+from sigmascope.history.own_history import beside_earlier
+from sigmascope.history.store import Store, open_store
+from sigmascope.records.run import HostFacts, Run, TensorFacts
+
+Told = Callable[[Run], str | None]
+
+
+@pytest.fixture
+def told(store: Store) -> Told:
+    """Keep a run, and give what is said of it."""
+
+    def keep(run: Run) -> str | None:
+        store.add(run, "watch")
+        return beside_earlier(store, store.kept(run), run)
+
+    return keep
+
+
+def on_day(day: int, seconds: float, **other: Any) -> Run:
+    return kept_run(started_at=f"2026-03-{day:02}T12:00:00+00:00", seconds=seconds, **other)
+
+
+def test_a_run_that_is_slower_than_all_like_it_is_told_with_what_changed(told: Told) -> None:
+    for day in range(1, 6):
+        assert told(on_day(day, 10.0 + day / 10)) is None
+    slow = on_day(9, 21.0)
+    assert slow.host is not None
+    line = told(replace(slow, host=replace(slow.host, libraries={"sigmascope": "0.1", "torch": "2.14"})))
+    assert line is not None
+    assert line.startswith("slower than each of the last 5 runs like it: 2.02 × as long (10.40 s → 21.00 s)")
+    assert "torch 2.13 → 2.14" in line
+
+
+@pytest.mark.parametrize(
+    ("history", "seconds"),
+    [
+        ((10.0, 10.0, 10.0), 11.9),  # less than a fifth more
+        ((10.0, 19.0, 10.0, 10.0), 21.0),  # one of them was nearly as slow
+        ((10.0, 10.0), 30.0),  # of two nobody knows how far they differ
+        ((20.0, 20.0, 20.0), 10.0),
+    ],
+)
+def test_noise_is_not_told(told: Told, history: tuple[float, ...], seconds: float) -> None:
+    for day, before in enumerate(history, 1):
+        told(on_day(day, before))
+    assert told(on_day(9, seconds)) is None
+
+
+def test_a_tenth_of_a_second_is_not_told_of_short_runs(told: Told) -> None:
+    def short(day: int, seconds: float) -> Run:
+        return replace(on_day(day, 1.0), seconds=seconds, stages=())
+
+    for day in range(1, 6):
+        told(short(day, 0.2))
+    assert told(short(8, 0.29)) is None
+    assert told(short(9, 0.4)) is not None
+
+
+def test_runs_of_other_work_are_no_measure(told: Told) -> None:
+    for day in range(1, 6):
+        told(on_day(day, 10.0, size=(512, 512)))
+    assert told(on_day(9, 30.0)) is None
+
+
+def test_a_run_that_waited_for_a_processor_is_not_blamed(told: Told) -> None:
+    for day in range(1, 6):
+        told(on_day(day, 10.0, facts={"processor": {"own_seconds": 9.0, "waited_seconds": 0.1}}))
+    busy = on_day(9, 30.0, facts={"processor": {"own_seconds": 9.0, "waited_seconds": 20.0}})
+    assert (
+        told(
+            replace(
+                busy,
+                host=HostFacts(cpu_model="EPYC", accelerators=busy.host.accelerators if busy.host else ()),
+            )
+        )
+        is None
+    )
+
+
+def with_output(run: Run, value: float, **facts: Any) -> Run:
+    latent = TensorFacts((1,), "float32", "cuda:0", 4, 1, value, value, value, 0.0, 0, 0)
+    generation = run.stages[0]
+    denoising = replace(generation.children[0], tensors={"latent": latent})
+    changed = replace(generation, children=(denoising,), facts={**generation.facts, **facts})
+    return replace(run, stages=(changed,))
+
+
+def test_another_output_of_the_same_recipe_is_told(told: Told) -> None:
+    seeded = {"seeds": [7]}
+    assert told(with_output(on_day(1, 10.0), 1.0, **seeded)) is None
+    assert told(with_output(on_day(2, 10.0), 1.0, **seeded)) is None
+    line = told(with_output(on_day(3, 10.0), 2.0, **seeded))
+    assert line is not None
+    assert line.startswith("another output than that of the last run of the same recipe: ")
+    assert "latent of denoising" in line
+
+
+def test_another_output_of_another_recipe_or_without_a_seed_is_none(told: Told) -> None:
+    told(with_output(on_day(1, 10.0), 1.0, seeds=[7]))
+    assert told(with_output(on_day(2, 10.0, prompt="1" * 64), 2.0, seeds=[7])) is None
+    told(with_output(on_day(3, 10.0), 1.0))
+    assert told(with_output(on_day(4, 10.0), 2.0)) is None
+
+
+def test_the_keeper_says_it_of_what_was_watched(file: Any) -> None:
+    said: list[str] = []
+    for source in ("bench", "watch"):
+        runs = [on_day(day, 10.0 if day < 9 else 30.0, pipeline=source) for day in range(1, 10)]
+        keep_all(runs, source, said.append)
+    with open_store() as store:
+        assert store.count() == 18
+    assert [line[:26] for line in said] == ["runs are kept in " + str(file)[:9], "slower than each of the la"]
