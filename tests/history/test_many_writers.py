@@ -68,13 +68,12 @@ def test_what_was_confirmed_before_a_kill_is_there(store_file: Path) -> None:
     confirmed: list[str] = []
     kills = 0
     while len(confirmed) < 200 or kills < 20:
-        process = started(CONFIRMS, kills)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begin\n"
-        time.sleep(randomly.uniform(0.02, 0.6))
-        process.send_signal(signal.SIGKILL)
-        confirmed += process.stdout.read().split()
-        process.wait()
+        with started(CONFIRMS, kills) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begin\n"
+            time.sleep(randomly.uniform(0.02, 0.6))
+            process.send_signal(signal.SIGKILL)
+            confirmed += process.stdout.read().split()
         kills += 1
         with closing(sqlite3.connect(store_file)) as reader:
             assert reader.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

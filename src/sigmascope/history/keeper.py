@@ -33,6 +33,8 @@ _BESIDE_EARLIER: Final = ("watch", "process")
 """Whose runs are compared with earlier ones as they come. A prompt of ComfyUI runs what its cache lacks, and is compared there."""
 _IMPORT: Final = "sigmascope runs import takes it in"
 Say = Callable[[str], None]
+_Waiting = tuple[Run, str, Say, str]
+"""A run, what made it, who tells the user, and the store's URL."""
 
 
 def keep(run: Run, source: str, say: Say) -> None:
@@ -68,7 +70,8 @@ class Keeper:
     """Keeps runs of one process, one after another. Between runs that do not follow at once, no file is open."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Run, str, Say, str] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._under_way: _Waiting | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._waiting = 0
@@ -101,9 +104,13 @@ class Keeper:
         self._write_all()
 
     def finish(self) -> None:
-        """Wait until all is kept. What is not by then is written as JSON by whom waited."""
+        """Wait until all is kept. What is not by then is written as JSON by whom waited, also the run that is being kept."""
         if self._is_idle.wait(LONGEST_WAIT_SECONDS):
             return
+        under_way = self._under_way
+        if under_way is not None:
+            run, _, say, url = under_way
+            self._write_beside(run, say, url, "keeping the last runs took too long")
         with suppress(queue.Empty):
             while (waiting := self._work.get_nowait()) is not None:
                 run, _, say, url = waiting
@@ -111,7 +118,9 @@ class Keeper:
 
     def _write_all(self) -> None:
         while (waiting := self._work.get()) is not None:
+            self._under_way = waiting
             self.write(*waiting)
+            self._under_way = None
             with self._lock:
                 self._waiting -= 1
                 if self._waiting == 0:

@@ -8,6 +8,8 @@ Whatever the database refuses becomes a `StoreError` that says why in a word: lo
 """
 
 import os
+import random
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +36,13 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    NoSuchModuleError,
+    OperationalError,
+    SQLAlchemyError,
+)
 
 from sigmascope.errors import ConfigError, OtherRunError, SigmascopeError, StoreError
 from sigmascope.files import reason_of
@@ -51,6 +59,8 @@ MOST_BYTES: Final = 1_000_000_000
 """Of records, compressed."""
 _WAIT_SECONDS: Final = 10.0
 """For another process that writes."""
+_LOCKED: Final = "is locked"
+"""Of SQLite's words: another process has the lock."""
 _MIGRATIONS: Final = Path(__file__).with_name("migrations")
 _LARGEST_RECORD: Final = 256 << 20
 """Bytes of JSON: what a compressed record may become."""
@@ -532,7 +542,7 @@ COMPARABLE: Final = (
 """Columns that are equal in runs of the same kind of work: their times can be compared."""
 
 _REASONS: Final = (
-    ("is locked", "is locked by another process", "Try again once that is done."),
+    (_LOCKED, "is locked by another process", "Try again once that is done."),
     ("disk is full", "has no room", "Free some space, or drop runs: sigmascope runs prune --most 1000"),
     ("disk I/O error", "cannot be read or written", "Check the disk."),
     ("readonly", "is read-only", "Check its permissions, or name another: SIGMASCOPE_STORE=/path/runs.db"),
@@ -576,8 +586,27 @@ def is_on_network(file: Path) -> bool:
 
 
 def _begin(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    """Begin a transaction; one that writes takes SQLite's lock now.
+
+    SQLite itself asks for the lock ten times a second. Among several writers that are never idle, one may ask in vain for a
+    minute. So we ask more often, at random moments: then each has the same chance whenever the lock is free.
+    """
+    if not connection.get_execution_options().get("writes", False):
+        connection.exec_driver_sql("BEGIN")
+        return
+    until = time.monotonic() + _WAIT_SECONDS
+    connection.exec_driver_sql("PRAGMA busy_timeout = 0")
+    try:
+        while True:
+            try:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                return
+            except OperationalError as error:
+                if _LOCKED not in str(error) or time.monotonic() > until:
+                    raise
+                time.sleep(random.uniform(0.001, 0.01))
+    finally:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(1000 * _WAIT_SECONDS)}")
 
 
 def _only_reads(action: int, *_: object) -> int:
@@ -631,13 +660,10 @@ def _chosen(query: Select[Any], filters: Filters | None) -> Select[Any]:
         if part:
             conditions.append(column.icontains(part, autoescape=True))
     if filters.lora:
-        conditions.append(
-            exists().where(
-                LORAS.c.run == RUNS.c.number, LORAS.c.lora.icontains(filters.lora, autoescape=True)
-            )
-        )
+        with_it = select(LORAS.c.run).where(LORAS.c.lora.icontains(filters.lora, autoescape=True))
+        conditions.append(RUNS.c.number.in_(with_it))
     if filters.tag:
-        conditions.append(exists().where(TAGS.c.run == RUNS.c.number, TAGS.c.tag == filters.tag))
+        conditions.append(RUNS.c.number.in_(select(TAGS.c.run).where(TAGS.c.tag == filters.tag)))
     if filters.recipe:
         conditions.append(RUNS.c.recipe.startswith(filters.recipe, autoescape=True))
     for column, value in ((RUNS.c.outcome, filters.outcome), (RUNS.c.source, filters.source)):

@@ -36,7 +36,8 @@ def upgrade() -> None:
         sql.Column("version", sql.Text),
         sql.Column("record_bytes", sql.BigInteger, nullable=False),
     )
-    op.create_index("runs_by_time", "runs", ["started_at", "number"])
+    filtered = ["pipeline", "model", "outcome", "source", "recipe"]
+    op.create_index("runs_by_time", "runs", ["started_at", "number", *filtered])
     op.create_index("runs_by_pipeline", "runs", ["pipeline", "started_at"])
     _table_of_run("records", sql.Column("content", sql.LargeBinary, nullable=False))
     _table_of_run("loras", sql.Column("lora", sql.Text, primary_key=True))
