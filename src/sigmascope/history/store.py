@@ -9,6 +9,7 @@ Whatever the database refuses becomes a `StoreError` that says why in a word: lo
 
 import os
 import random
+import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,6 +62,8 @@ _WAIT_SECONDS: Final = 10.0
 """For another process that writes."""
 _LOCKED: Final = "is locked"
 """Of SQLite's words: another process has the lock."""
+_PREPARING: Final = 7305
+"""The number of PostgreSQL's lock under which tables are made."""
 _MIGRATIONS: Final = Path(__file__).with_name("migrations")
 _LARGEST_RECORD: Final = 256 << 20
 """Bytes of JSON: what a compressed record may become."""
@@ -276,6 +279,8 @@ class Store:
         if revision == REVISION:
             return
         with self._writing() as connection:
+            if not self.is_sqlite:  # whose transactions exclude each other from their beginning
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_PREPARING})"))
             revision = _revision(connection)  # another process may have been quicker
             if revision != REVISION:
                 self._migrate(connection, revision)
@@ -404,7 +409,8 @@ class Store:
         with self._writing() as connection:
             removed = _prune(connection, most_runs, most_bytes)
         if removed and self.is_sqlite:
-            with self._told(), self._engine.connect() as connection:
+            # A reader may be in its way: the space is used again by later runs then.
+            with self._told(), suppress(sqlite3.Error), self._engine.connect() as connection:
                 connection.connection.driver_connection.execute("VACUUM")  # type: ignore[union-attr]
         return removed
 
@@ -553,6 +559,7 @@ _REASONS: Final = (
     ("unable to open", "cannot be opened", "Check the path and its permissions."),
     ("could not connect", "does not answer", "Check that the server runs."),
     ("connection failed", "does not answer", "Check that the server runs."),
+    ("connection is bad", "does not answer", "Check that the server runs."),
 )
 """Words of a database, what they mean, and what to do."""
 
