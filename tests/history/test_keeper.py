@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.history.kept_runs import kept_run
 
@@ -33,6 +34,18 @@ def test_a_run_is_kept_and_the_first_time_one_line_says_where(file: Path, said: 
     finish()
     assert sorted(kept_ids()) == ["a", "b"]
     assert said == [f"runs are kept in {file}; SIGMASCOPE_KEEP=0 keeps none"]
+
+
+def test_no_thread_and_no_open_file_is_left(file: Path, said: list[str]) -> None:
+    for _ in range(2):  # the second time another thread begins
+        keep(kept_run(), "watch", said.append)
+        finish()
+        for thread in threading.enumerate():
+            if thread.name == "sigmascope-history":
+                thread.join(10)
+                assert not thread.is_alive()
+    assert [opened for opened in psutil.Process().open_files() if str(file) in opened.path] == []
+    assert len(kept_ids()) == 2
 
 
 def test_nothing_is_kept_where_the_environment_says_so(

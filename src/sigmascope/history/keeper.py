@@ -67,10 +67,10 @@ def keep_all(runs: Sequence[Run], source: str, say: Say) -> None:
 
 
 class Keeper:
-    """Keeps runs of one process, one after another. Between runs that do not follow at once, no file is open."""
+    """Keeps runs of one process, one after another. Where none waits there is no thread, and no file is open."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
         self._under_way: _Waiting | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Keeper:
             self._waiting += 1
             self._is_idle.clear()
             self._work.put((run, source, say, store_url()))
-            if self._thread is not None and self._thread.is_alive():
+            if self._thread is not None:
                 return
             self._thread = own_thread("history", self._write_all)
             try:
@@ -100,7 +100,6 @@ class Keeper:
                 return
             except RuntimeError:  # Python is ending
                 self._thread = None
-        self._work.put(None)
         self._write_all()
 
     def finish(self) -> None:
@@ -112,20 +111,30 @@ class Keeper:
             run, _, say, url = under_way
             self._write_beside(run, say, url, "keeping the last runs took too long")
         with suppress(queue.Empty):
-            while (waiting := self._work.get_nowait()) is not None:
-                run, _, say, url = waiting
+            while True:
+                run, _, say, url = self._work.get_nowait()
                 self._write_beside(run, say, url, "keeping the last runs took too long")
+                self._one_less()
 
     def _write_all(self) -> None:
-        while (waiting := self._work.get()) is not None:
-            self._under_way = waiting
-            self.write(*waiting)
+        """Keep all that waits; the thread ends with the last of it."""
+        is_last = False
+        while not is_last:
+            self._under_way = self._work.get()
+            self.write(*self._under_way)
             self._under_way = None
-            with self._lock:
-                self._waiting -= 1
-                if self._waiting == 0:
-                    self._close()
-                    self._is_idle.set()
+            is_last = self._one_less()
+
+    def _one_less(self) -> bool:
+        """Whether nothing waits any more."""
+        with self._lock:
+            self._waiting -= 1
+            if self._waiting > 0:
+                return False
+            self._close()
+            self._thread = None
+            self._is_idle.set()
+            return True
 
     def write(self, run: Run, source: str, say: Say, url: str) -> None:
         """Keep a run, or write it beside the store. Raises nothing."""
