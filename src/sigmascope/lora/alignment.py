@@ -6,12 +6,12 @@ several LoRAs without their model. All of them leave the tensors in their files.
 If one side has a fused matrix and the other its parts, a change is divided or joined exactly (`divided`, `joined`). The
 rows of a fused matrix W = [W₁; W₂; …] are those of its parts. ΔW = up·down divides by the rows of `up`, all parts
 sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their ranks. LoHa, LoKr and
-Tucker changes are formed, and become whole differences of the parts or of the fused matrix. OFT and HRA need the weights, and
-are divided or joined by their rows once these are there (`sigmascope.lora.kinds.fused`).
+Tucker changes are formed, and become whole differences of the parts or of the fused matrix. Kinds that need the weights
+(OFT, DoRA, …) are divided or joined by their rows, in part once the weights are there (`sigmascope.lora.kinds.fused`).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -20,14 +20,14 @@ from typing import Final
 import torch
 
 from sigmascope.errors import LoraFormatError
-from sigmascope.lora.adapters import DiffChange, WeightChange, form_delta
+from sigmascope.lora.adapters import DiffChange, DoraChange, WeightChange, form_delta
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, Row, UnetBlocks, row_of_diffusers, row_of_original
 from sigmascope.lora.families.unet import SDXL_BLOCKS
 from sigmascope.lora.file import LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import told_by_lora
-from sigmascope.lora.kinds import BaseChange
-from sigmascope.lora.kinds.fused import JoinedParts, PartOfFused
+from sigmascope.lora.kinds import NEEDS_BASE
+from sigmascope.lora.kinds.fused import JoinedParts, PartOfFused, SwappedHalves, Weights, rows_of
 from sigmascope.lora.layer_names import renamed
 from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.module_names import LayerIndex, ParsedNames, flat, parse_name, parse_names, redotted
@@ -35,10 +35,6 @@ from sigmascope.lora.module_names import LayerIndex, ParsedNames, flat, parse_na
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
 _TEXT_MODEL: Final = "text_model."
-_FORMED: Final = frozenset({"loha", "lokr", "tucker", "diff"})
-"""Kinds of changes that can be formed without the base, and so divided or joined."""
-_BY_ROWS: Final = frozenset({"oft", "hra"})
-"""Kinds that depend on the base and are divided or joined by their own rule (`kinds.fused`)."""
 _FLUX_MLP_RATIO = 4  # of the feed-forward part of FLUX' single blocks
 
 
@@ -57,7 +53,9 @@ class AlignedLora:
     unmatched: tuple[str, ...]
 
 
-def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> AlignedLora:
+def align(
+    lora: LoraFile, layers: Sequence[str], layout: ModelLayout, *, weights: Weights | None = None
+) -> AlignedLora:
     """Name a LoRA's modules by the model's layers.
 
     If the LoRA has one matrix for a block's query, key and value but the model has three, or the other way round,
@@ -67,6 +65,8 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
         lora: In any format.
         layers: Paths of the model's layers, without `.weight`; see `LayerIndex.of`.
         layout: How the model names its weights.
+        weights: Reads the weight of a layer, which a few changes of fused matrices need that of other layers for; without,
+            these cannot be formed.
 
     Raises:
         LoraFormatError: Two modules of the LoRA are for one layer.
@@ -86,7 +86,9 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
     used = {name for recipe in recipes.values() for name in recipe.names}
     unmatched = tuple(name for name in lora.names if name not in used)
     return AlignedLora(
-        _made_by(lora, recipes), {layer: recipe.names for layer, recipe in recipes.items()}, unmatched
+        _made_by(lora, recipes, weights),
+        {layer: recipe.names for layer, recipe in recipes.items()},
+        unmatched,
     )
 
 
@@ -114,19 +116,22 @@ class ChangedKeys:
         return self.lora.change(self.names[key])
 
 
-def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> ChangedKeys:
+def changed_keys(
+    lora: LoraFile, keys: Iterable[str], layout: ModelLayout, weights: Weights | None = None
+) -> ChangedKeys:
     """Find the tensor of each change by name alone; nothing is read.
 
     Args:
         lora: Of any format.
         keys: Of all the model's tensors, such as `denoiser.conv_in.weight` and `denoiser.conv_in.bias`.
         layout: How the model names them.
+        weights: As for `align`.
 
     Raises:
         LoraFormatError: Two modules of the LoRA are for one tensor.
     """
     paths = {key.removesuffix(_WEIGHT): key for key in keys}
-    aligned = align(lora, tuple(paths), layout)
+    aligned = align(lora, tuple(paths), layout, weights=weights)
     names = {paths[path]: path for path in aligned.lora.names if path in paths}
     # A change of the bias of a layer that has none is aligned all the same.
     # (IA)³ scales a bias if there is one, and changes nothing if there is none.
@@ -148,7 +153,7 @@ class _Recipe:
         row: The fused matrix; None for a module that is taken as it is.
         parts: With several modules, or one that is to be joined: which part each is. Else the part wanted.
         joins: Whether the modules are the parts, and the layer the whole.
-        layers: The model's layers that are all parts of the fused matrix, where it is divided.
+        layers: The model's layers that are all parts of the fused matrix, where it is divided; of a bias, with `.bias`.
     """
 
     names: tuple[str, ...]
@@ -165,22 +170,19 @@ def _fused_recipes(
     recipes: dict[str, _Recipe] = {}
     joins: defaultdict[str, list[tuple[str, str, Row]]] = defaultdict(list)
     for name in names:
-        if name not in lora.modules and lora.kind_of(name) not in _FORMED | _BY_ROWS:
-            continue
-        needs_base = name not in lora.modules and lora.kind_of(name) in _BY_ROWS
-        for part, path, family in _candidates(name, layout):
+        end = _BIAS if name.endswith(_BIAS) else ""
+        for part, path, family in _candidates(name.removesuffix(_BIAS), layout):
             whole, single = row_of_original(family, path), row_of_diffusers(family, path)
             layers = [index.find(part, inner) for inner in whole.parts] if whole is not None else []
             target = None if single is None else index.find(part, single.original)
-            if needs_base and any(row is not None and row.swapped for row in (whole, single)):
-                continue  # halves of rows that change places: no rotation of one is one of the other
             if whole is not None and None not in layers:
+                ends = tuple(f"{layer}{end}" for layer in layers)
                 recipes |= {
-                    str(layer): _Recipe((name,), whole, (inner,), layers=tuple(map(str, layers)))
-                    for layer, inner in zip(layers, whole.parts, strict=True)
+                    layer: _Recipe((name,), whole, (inner,), layers=ends)
+                    for layer, inner in zip(ends, whole.parts, strict=True)
                 }
             elif single is not None and target is not None:
-                joins[target].append((name, path, single))
+                joins[target + end].append((name, path, single))
             else:
                 continue
             break
@@ -202,29 +204,30 @@ def _candidates(name: str, layout: ModelLayout) -> Iterator[tuple[Part, str, str
                 yield part, redotted(layout.family, path), layout.family
 
 
-def _made_by(lora: LoraFile, recipes: Mapping[str, _Recipe]) -> LoraFile:
+def _made_by(lora: LoraFile, recipes: Mapping[str, _Recipe], weights: Weights | None = None) -> LoraFile:
     """The LoRA under the layers' names, each change read when it is asked for."""
     plain = {layer: recipe for layer, recipe in recipes.items() if lora.modules.keys() >= {*recipe.names}}
-    others = {layer: recipe for layer, recipe in recipes.items() if layer not in plain}
+    others = {layer: (layer, recipe) for layer, recipe in recipes.items() if layer not in plain}
     return replace(
         lora,
         modules=LazyDict(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
-        changes=LazyDict(others, lambda recipe: _change_by_recipe(lora, recipe)),
+        changes=LazyDict(others, lambda of: _change_by_recipe(lora, *of, weights)),
         facts={layer: _facts_by_recipe(lora, recipe) for layer, recipe in recipes.items()},
     )
 
 
-def _change_by_recipe(lora: LoraFile, recipe: _Recipe) -> WeightChange:
+def _change_by_recipe(lora: LoraFile, layer: str, recipe: _Recipe, weights: Weights | None) -> WeightChange:
     """A change of another kind as it is, or as a whole difference where it is divided or joined."""
     if recipe.row is None:
         return lora.changes[recipe.names[0]]
-    if any(lora.kind_of(name) in _BY_ROWS for name in recipe.names):
-        return _by_rows(lora, recipe, recipe.row)
+    if any(lora.kind_of(name) in NEEDS_BASE for name in recipe.names):
+        return _beside_weights(lora, layer, recipe, recipe.row, weights)
     formed = [form_delta(name, lora.change(name)).to(torch.float32) for name in recipe.names]
     row, (out, inner) = recipe.row, (len(formed[0]), prod(formed[0].shape[1:]))
     if row.swapped:
         (whole,) = formed
-        return DiffChange({"diff": whole.roll(out // 2, dims=0) if row.swaps(out, inner) else whole}, 1.0)
+        swaps = _swapping(layer, row, weights)
+        return DiffChange({"diff": whole.roll(out // 2, dims=0) if swaps(out, inner) else whole}, 1.0)
     if recipe.joins:
         parts = dict(zip(recipe.parts, formed, strict=True))
         sizes = joined_sizes({part: len(change) for part, change in parts.items()}, row, inner)
@@ -237,19 +240,41 @@ def _change_by_recipe(lora: LoraFile, recipe: _Recipe) -> WeightChange:
     return DiffChange({"diff": pieces[row.parts.index(recipe.parts[0])].clone()}, 1.0)
 
 
-def _by_rows(lora: LoraFile, recipe: _Recipe, row: Row) -> WeightChange:
+def _beside_weights(
+    lora: LoraFile, layer: str, recipe: _Recipe, row: Row, weights: Weights | None
+) -> WeightChange:
     """A change that needs the weight, of a part of a fused matrix or of the whole of it."""
     changes = {name: lora.change(name) for name in recipe.names}
-    first = next(change for change in changes.values() if isinstance(change, BaseChange))
     sizes = partial(part_sizes, row=row)
+    first = changes[recipe.names[0]]
+    if row.swapped:
+        assert not isinstance(first, LoraFactors)  # it needs the weight
+        return SwappedHalves(first, _swapping(layer, row, weights))
     if recipe.joins:
-        numbered = {
-            row.parts.index(part): changes[name]
-            for part, name in zip(recipe.parts, recipe.names, strict=True)
+        own = {
+            row.parts.index(part): change for part, change in zip(recipe.parts, changes.values(), strict=True)
         }
-        return JoinedParts(first.parts, changes=numbered, sizes=sizes)
+        whole = joined_dora([own[index] for index in sorted(own)], row)
+        return JoinedParts(own, sizes) if whole is None else whole
+    assert not isinstance(first, LoraFactors)
     index = row.parts.index(recipe.parts[0])
-    return PartOfFused(first.parts, whole=first, layers=recipe.layers, index=index, sizes=sizes)
+    part = rows_of(first, sizes(first.weight_shape), index) if first.weight_shape else None
+    if part is not None:
+        return part
+    return PartOfFused(first, recipe.layers, index, sizes, weights)
+
+
+def _swapping(layer: str, row: Row, weights: Weights | None) -> Callable[[int, int], bool]:
+    """As `Row.swaps`; a bias goes by its layer's weight."""
+    if row.gated or not layer.endswith(_BIAS):
+        return row.swaps
+    if weights is None:
+        raise LoraFormatError(
+            f"{layer}: only the weight of its layer tells the order of its halves.",
+            hint="Give the model: --model.",
+        )
+    shape = weights(layer.removesuffix(_BIAS)).shape
+    return lambda *_: row.swaps(shape[0], prod(shape[1:]))
 
 
 def _factors_by_recipe(lora: LoraFile, recipe: _Recipe) -> LoraFactors:
@@ -265,9 +290,10 @@ def _facts_by_recipe(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
     first = lora.facts_of(recipe.names[0])
     if recipe.row is None:
         return first
-    if any(lora.kind_of(name) in _BY_ROWS for name in recipe.names):
-        parameters = sum(lora.facts_of(name).parameters for name in recipe.names)
-        return ModuleFacts("oft", (), None, parameters)
+    needing = [name for name in recipe.names if lora.kind_of(name) in NEEDS_BASE]
+    parameters = sum(lora.facts_of(name).parameters for name in recipe.names)
+    if needing and (len(needing) < len(recipe.names) or not first.weight_shape or recipe.row.swapped):
+        return ModuleFacts(lora.kind_of(needing[0]), (), None, parameters)
     width, ranks = first.weight_shape[1:], [lora.rank_of(name) or 0 for name in recipe.names]
     if recipe.joins:
         sizes = {part: lora.shape_of(name)[0] for part, name in zip(recipe.parts, recipe.names, strict=True)}
@@ -276,6 +302,8 @@ def _facts_by_recipe(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
         out = dict(zip(recipe.row.parts, part_sizes(first.weight_shape, recipe.row), strict=True))[
             recipe.parts[0]
         ]
+    if needing:
+        return ModuleFacts(lora.kind_of(needing[0]), (out, *width), first.rank, parameters)
     if not lora.modules.keys() >= {*recipe.names}:
         return ModuleFacts("diff", (out, *width), None, out * prod(width))
     rank = sum(ranks)
@@ -454,6 +482,21 @@ def joined(parts: Mapping[str, LoraFactors], row: Row) -> LoraFactors:
     return LoraFactors(up, torch.cat(downs), float(rank), (sum(sizes), *width))
 
 
+def joined_dora(parts: Sequence[LoraFactors | WeightChange], row: Row) -> DoraChange | None:
+    """DoRA of a fused layer by that of all its parts; None where a part has no magnitudes of outputs, or no factors.
+
+    Args:
+        parts: In the order of the rows.
+        row: The fused layer.
+    """
+    doras = [part for part in parts if isinstance(part, DoraChange) and part.per_output]
+    directions = [part.direction for part in doras if isinstance(part.direction, LoraFactors)]
+    if len(directions) < len(row.parts):
+        return None
+    direction = joined(dict(zip(row.parts, directions, strict=True)), row)
+    return DoraChange(direction, torch.cat([part.magnitude.flatten() for part in doras]))
+
+
 def _swapped(factors: LoraFactors, row: Row) -> LoraFactors:
     """The halves of the rows exchanged, where the row says so of a layer of that size; any other as it is."""
     out, inner = factors.up.shape[0], factors.down.shape[1]
@@ -474,7 +517,7 @@ def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
     """How many rows of a fused weight belong to each of its parts.
 
     Two or three parts share the rows equally. Of four, as in FLUX' single blocks, the first three have as many rows as the
-    layer has inputs, and the last has the rest.
+    layer has inputs, and the last has the rest; of a bias, which has no inputs, four times as many.
 
     Raises:
         LoraFormatError: The rows cannot be divided so.
@@ -482,9 +525,12 @@ def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
     out, inner, count = weight_shape[0], prod(weight_shape[1:]), len(row.parts)
     if count == 1:
         return [out]
+    if len(weight_shape) == 1:
+        inner = 0 if row.grouped else out // (count - 1 + _FLUX_MLP_RATIO)
     if row.grouped:
-        return [inner] + [(out - inner) // (count - 1)] * (count - 1)
-    sizes = [out // count] * count if count < 4 else [inner] * (count - 1) + [out - (count - 1) * inner]
+        sizes = [inner] + [(out - inner) // (count - 1)] * (count - 1)
+    else:
+        sizes = [out // count] * count if count < 4 else [inner] * (count - 1) + [out - (count - 1) * inner]
     if min(sizes) < 1 or sum(sizes) != out:
         raise LoraFormatError(
             f"{row.original} of shape {tuple(weight_shape)} cannot be divided into {', '.join(row.parts)}.",
@@ -510,5 +556,6 @@ def joined_sizes(sizes: Mapping[str, int], row: Row, inner: int) -> list[int]:
         len(row.parts) < 4
     ):  # of one size, which need not be the inputs': Mochi's text is narrower than its attention
         return [next(iter(sizes.values()))] * len(row.parts)
+    inner = next((sizes[name] for name in row.parts[:3] if name in sizes), inner)
     usual = [inner] * 3 + [_FLUX_MLP_RATIO * inner]
     return [sizes.get(name, size) for name, size in zip(row.parts, usual, strict=True)]

@@ -240,7 +240,9 @@ def merge_into_checkpoint(
             format="gguf" if base.format == "gguf" else "safetensors",
         )
         layout = layout_of({key: base.info(key).shape for key in base})
-        changes = [changed_keys(files.enter_context(open_lora(path)), base.keys(), layout) for path in paths]
+        weights = lambda layer: base.tensor(f"{layer}.weight")  # noqa: E731 - reads what changes of fused matrices need
+        loras_open = [files.enter_context(open_lora(path)) for path in paths]
+        changes = [changed_keys(lora, base.keys(), layout, weights) for lora in loras_open]
         _require_one_file(base, Path(into), changes)
         lora_files = [change.lora.path or path for change, path in zip(changes, paths, strict=True)]
         refuse_inputs(target, base)

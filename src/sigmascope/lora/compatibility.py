@@ -24,6 +24,7 @@ from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, i
 from sigmascope.lora.families.known import PARTS_BY_ENCODER
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.file_family import FileFamily, file_family, title_of
+from sigmascope.lora.kinds.fused import Weights
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
 from sigmascope.lora.linalg import same_matrix
 from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, parse_name
@@ -338,12 +339,13 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
     return replace(module, finite=True, norm=norm, alpha=stated, scale=change.scale)
 
 
-def place(lora: LoraFile, shapes: Shapes) -> Placement:
+def place(lora: LoraFile, shapes: Shapes, weights: Weights | None = None) -> Placement:
     """Find the weights that every module changes. No tensor is read, and nothing is raised.
 
     Args:
         lora: In any format.
         shapes: The shapes of all the model's weights, by key.
+        weights: As for `align`.
     """
     layout = layout_of(shapes)
     layers = [key.removesuffix(WEIGHT) for key in shapes]
@@ -352,7 +354,7 @@ def place(lora: LoraFile, shapes: Shapes) -> Placement:
     twins = _twins(lora, index)
     rest = lora.only({name for name in lora.names if name not in twins}) if twins else lora
     try:
-        aligned = align(rest, layers, layout)
+        aligned = align(rest, layers, layout, weights=weights)
     except SigmascopeError:  # no table of fused matrices can divide these names or shapes
         placing = Placement(None, layout, index, own, twins=twins)
         for name in rest.names:

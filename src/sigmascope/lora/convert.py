@@ -36,7 +36,7 @@ from sigmascope.lora.file import (
 from sigmascope.lora.file_family import file_family, layout_as, nearest_family, told_by_lora
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
-from sigmascope.lora.kinds.fused import PartOfFused
+from sigmascope.lora.kinds.fused import PartOfFused, SwappedHalves
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
 from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.module_names import ParsedNames, parse_names
@@ -331,16 +331,16 @@ class NamedLora:
         """A change as it is stored, or the part of it that a layer has by itself."""
         change = self.lora.changes[name]
         shape = self.shapes.get(self.layers[name])
-        return change.shaped(shape) if isinstance(change, PartOfFused) and shape is not None else change
+        return (
+            change.shaped(shape)
+            if isinstance(change, PartOfFused | SwappedHalves) and shape is not None
+            else change
+        )
 
     def formed(self, name: str, key: str) -> DiffChange:
         """A change that depends on a tensor of the model, as a whole difference."""
         assert self.base is not None
-        weight = self.base.tensor(key)
-        change = self.change(name)
-        if isinstance(change, PartOfFused):
-            weights = [self.base.tensor(f"{layer}{_WEIGHT}") for layer in change.layers]
-            return DiffChange({"diff": change.delta_of_all(name, weights)})
+        weight, change = self.base.tensor(key), self.change(name)
         shaped = change.shaped(weight.shape) if isinstance(change, Adapter) else change
         return DiffChange({"diff": form_delta(name, shaped, weight)})
 
@@ -544,7 +544,7 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = 
         layout = told if misfit is None else layout
     elif family is not None:
         layout = layout_as(family, lora, dict(zip(layers, shapes.values(), strict=True)), layout)
-    aligned = align(lora, layers, layout)
+    aligned = align(lora, layers, layout, weights=lambda layer: checkpoint.tensor(f"{layer}{_WEIGHT}"))
     left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
     own = {name: name for name in aligned.lora.names}
     of_layers = {key.removesuffix(_WEIGHT): shape for key, shape in shapes.items() if key.endswith(_WEIGHT)}

@@ -294,7 +294,5 @@ def _norm_beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) 
     """‖ΔW‖ of a change that depends on the base weight."""
     if module.finite is False:
         raise LoraFormatError("the module holds NaN or Inf.")
-    if len(module.layers) != 1:
-        raise LoraFormatError(f"a {module.kind} change of several weights cannot be measured.")
-    base = model.tensor(module.layers[0]).to(torch.float64)
-    return finite(lora.changes[module.name].frobenius_norm(base))
+    parts = [model.tensor(key).to(torch.float64) for key in module.layers]
+    return finite(lora.changes[module.name].frobenius_norm(torch.cat(parts)))

@@ -226,7 +226,22 @@ def _aligned(model: Any, lora: LoraFile, layers: Mapping[str, Layer]) -> Aligned
     if layout.prefixes == {"text_encoder": ""} and len(own_parts) == 1:
         # On its own, the second text encoder of a pipeline looks like the first.
         layout = replace(layout, prefixes=dict.fromkeys(own_parts.pop(), "") or layout.prefixes)
-    return align(lora, list(layers), layout)
+    return align(lora, list(layers), layout, weights=lambda path: _held(path, layers[path]))
+
+
+def _held(path: str, layer: Layer) -> Tensor:
+    """A layer's weight, for a change of a fused matrix that depends on it.
+
+    Raises:
+        ModelMismatchError: Its numbers cannot be read.
+    """
+    weight = tensor_of(layer, "weight")
+    if weight.is_meta or not weight.is_floating_point() or tuple(weight.shape) != weight_shape_of(layer):
+        raise ModelMismatchError(
+            f"the change depends on the weight of {path}, which is quantised or holds no values.",
+            hint="Load the model unquantised, with its weights in memory.",
+        )
+    return weight
 
 
 def _require_present(model: Any, lora: LoraFile, missing: Sequence[str], layers: Mapping[str, Layer]) -> None:

@@ -4,8 +4,8 @@ W + scale · ΔW is written into the weights. In floating point, subtracting ΔW
 values are kept on the CPU. They take as many bytes as the changed weights.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal
 
@@ -16,8 +16,10 @@ from torch.nn import functional
 from xxhash import xxh3_128, xxh3_128_digest
 
 from sigmascope.errors import ModelMismatchError, NonFiniteError
+from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.kinds.fused import PartOfFused
 from sigmascope.lora.linalg import at_least_float32, where_float64_is
 from sigmascope.lora.live_layers import (
     LoraTarget,
@@ -123,8 +125,11 @@ class MergedLora:
             return  # W + 0·ΔW would still turn -0.0 into 0.0
         try:
             copies = _memory_for([target.weight for target in targets])
+            originals: dict[int, Tensor] = {}
             for target, copy in zip(targets, copies, strict=True):
-                self._changed.append(ChangedWeight.merge(target, scale, compute_dtype, copy))
+                beside = replace(target, change=_beside_originals(target.change, originals))
+                self._changed.append(ChangedWeight.merge(beside, scale, compute_dtype, copy))
+                originals[id(target.weight)] = copy
         except BaseException:
             self._restore()
             raise
@@ -166,6 +171,21 @@ class MergedLora:
 
     def __exit__(self, *exception: object) -> None:
         self.unmerge()
+
+
+def _beside_originals(
+    change: LoraFactors | WeightChange, originals: Mapping[int, Tensor]
+) -> LoraFactors | WeightChange:
+    """A change that sees the other parts of a fused matrix as they were before the merge."""
+    if not isinstance(change, PartOfFused) or change.weights is None:
+        return change
+    read = change.weights
+
+    def before(layer: str) -> Tensor:
+        weight = read(layer)
+        return originals.get(id(weight), weight)
+
+    return replace(change, weights=before)
 
 
 def _memory_for(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -513,10 +513,15 @@ class BaseWeights:
         self._base = base
         layers = [key.removesuffix(".weight") for key in base]
         layout = layout_of({key: base.info(key).shape for key in base})
-        self._layers = [
-            {name: layer for layer, names in align(lora, layers, layout).sources.items() for name in names}
-            for lora in loras
-        ]
+        self._layers: list[dict[str, list[str]]] = []
+        self._joined: dict[str, str] = {}
+        for lora in loras:
+            of_names: dict[str, list[str]] = {}
+            for layer, names in align(lora, layers, layout).sources.items():
+                for name in names:
+                    of_names.setdefault(name, []).append(layer)
+                self._joined |= dict.fromkeys(names, layer) if len(names) > 1 else {}
+            self._layers.append(of_names)
 
     def weight(self, position: int, name: str) -> Tensor:
         """The base weight of one module, in float32 or wider.
@@ -526,16 +531,25 @@ class BaseWeights:
             name: Of the module in its file.
 
         Raises:
-            ModelMismatchError: The checkpoint has no such weight.
+            ModelMismatchError: The checkpoint has no such weight, or has it as rows of a fused one.
         """
-        layer = self._layers[position].get(name)
-        key = layer if layer is None or f"{layer}{_WEIGHT}" not in self._base else f"{layer}{_WEIGHT}"
-        if key is None or key not in self._base:
+        if name in self._joined:
+            raise ModelMismatchError(
+                f"{self._base.path} has the weight of {name} as rows of {self._joined[name]}.",
+                hint="Give the model as a diffusers folder, which has it by itself.",
+            )
+        layers = self._layers[position].get(name, [])
+        keys = [key for layer in layers for key in (f"{layer}{_WEIGHT}", layer) if key in self._base]
+        if not layers or len(keys) < len(layers):
             raise ModelMismatchError(
                 f"{self._base.path} has no weight for {name}.",
                 hint="Give the model that the LoRA was made for as --base_model_path.",
             )
-        weight = self._base.tensor(key)
+        weight = (
+            torch.cat([self._base.tensor(key) for key in keys])
+            if len(keys) > 1
+            else self._base.tensor(keys[0])
+        )
         return weight.to(at_least_float32(weight.dtype))
 
 

@@ -472,7 +472,8 @@ class LayerIndex:
                 key = part, _comparable(part, candidate.path)
                 layers = self.by_name.get(key, set())
                 row = self.swapped.get(key)
-                is_swapped = row is not None and len(shape) > 1 and row.swaps(*shape[:2])
+                # The weight tells of a bias, and of a change whose tensors tell no shape.
+                is_swapped = row is not None and (len(shape) < 2 or row.swaps(*shape[:2]))
                 if len(layers) == 1 and not is_swapped:
                     return next(iter(layers))
         return None

@@ -334,7 +334,8 @@ def validate_lora(
         open_lora(Path(lora)) as file,
         _open_with_changed_parts(base, tuned, file, options or PairOptions()) as pair,
     ):
-        targets = changed_keys(file, pair.base, pair.layout)
+        weights = lambda layer: pair.base.tensor(layer + WEIGHT)  # noqa: E731 - reads what changes of fused matrices need
+        targets = changed_keys(file, pair.base, pair.layout, weights)
         errors = _measure_all(pair, targets, workers, progress)
         layers = [layer + WEIGHT for layer in pair.layers]
         changed = [key for key in layers if key in targets.names or errors[key].delta_norm > 0]

@@ -34,13 +34,14 @@ from sigmascope.lora.adapters import (
     TuckerChange,
     WeightChange,
 )
-from sigmascope.lora.alignment import AlignedLoras, divided, joined, joined_sizes
+from sigmascope.lora.alignment import AlignedLoras, divided, joined, joined_dora, joined_sizes, part_sizes
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Row, UnetBlocks
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
 from sigmascope.lora.formats import FactorKeys, LoraFormat, alphas_mislead, format_named, peft_header
 from sigmascope.lora.kinds import BaseChange
+from sigmascope.lora.kinds.fused import rows_of
 from sigmascope.lora.layer_names import blocks_of_model
 from sigmascope.lora.linalg import (
     as_float64,
@@ -195,6 +196,7 @@ class LoraWriter:
             room.append("x" * _METADATA_ROOM_BYTES)
         first = {"modelspec.title": as_text(self.path.stem)} | self._inherited | self._metadata
         self._file = writes(self.path, first, expected=room, header_bytes=0 if compact else None)
+        self._doras: dict[str, tuple[Row, str, dict[str, DoraChange]]] = {}
         self._ranks: dict[str, int] = {}
         self._has_dora = False
 
@@ -283,13 +285,13 @@ class LoraWriter:
             LoraFormatError: The format cannot hold such a change, or has no name for the layer.
             NonFiniteError: As of `write_diff`.
         """
-        layer, keys = name.removesuffix(_BIAS), self.format.keys
-        if isinstance(change, TuckerChange) and not keys.holds_changes:
+        layer = name.removesuffix(_BIAS)
+        if isinstance(change, TuckerChange) and not self.format.keys.holds_changes:
             self.write(name, change.factors())
             return
         if not isinstance(change, Adapter | DoraChange) or not holds(self.format, change):
             hint = "Write kohya's or ComfyUI's format, or leave such changes out."
-            if isinstance(change, BaseChange):
+            if not isinstance(change, Adapter | DoraChange) or isinstance(change, BaseChange):
                 hint = (
                     "Give the model that it is for, which makes factors or a whole difference of it: "
                     "sigmascope lora convert --model."
@@ -298,9 +300,46 @@ class LoraWriter:
                 f"{name}: {self.format.name} files cannot hold such a change ({change.kind}).", hint=hint
             )
         if self._own_names is not None:
-            module = self._own_names[name].removesuffix(_BIAS)
+            self._write_change(name, self._own_names[name].removesuffix(_BIAS), change)
+            return
+        placed = self.format.placement(layer, self.layout, blocks=self._blocks)
+        if isinstance(placed, str):
+            self._write_change(name, self.format.named(layer, placed, self.layout, self._prefix), change)
+        elif isinstance(change, DoraChange) and name == layer:
+            self._write_fused_dora(layer, placed, change)
         else:
-            module = self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)
+            self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)  # says why not
+
+    def _write_fused_dora(self, layer: str, row: Row, change: DoraChange) -> None:
+        """Write the parts of a fused layer, or keep a part until all have come."""
+        if self._divides:
+            sizes = part_sizes(change.weight_shape, row)
+            for index, path in enumerate(row.parts):
+                part = rows_of(change, sizes, index)
+                if not isinstance(part, DoraChange) or row.swapped:
+                    raise self._needs_model(layer, row)
+                self._write_change(layer, self.format.named(layer, path, self.layout, self._prefix), part)
+            return
+        parts = self._doras.setdefault(row.original, (row, layer, {}))[2]
+        parts[self.layout.split(layer)[1]] = change
+        if len(parts) == len(row.parts):
+            del self._doras[row.original]
+            whole = joined_dora([parts[part] for part in row.parts], row)
+            if whole is None or row.swapped:
+                raise self._needs_model(layer, row)
+            self._write_change(
+                layer, self.format.named(layer, row.original, self.layout, self._prefix), whole
+            )
+
+    def _needs_model(self, layer: str, row: Row) -> LoraFormatError:
+        return LoraFormatError(
+            f"{layer}: {self.format.name} files have {row.original} for {', '.join(row.parts)}, and only the model's weights "
+            "tell what a dora change of it is.",
+            hint="Give the model that it is for: sigmascope lora convert --model.",
+        )
+
+    def _write_change(self, name: str, module: str, change: Adapter | DoraChange) -> None:
+        layer, keys = name.removesuffix(_BIAS), self.format.keys
         tensors = _change_tensors(change, keys, is_bias=name != layer)
         self._write_tensors(
             module, {f"{module}.{end}": self._cast(name, tensor, end) for end, tensor in tensors.items()}
@@ -378,6 +417,8 @@ class LoraWriter:
     def _finish(self) -> None:
         for original in list(self._parts):
             self._write_joined(original)
+        for row, layer, _ in self._doras.values():
+            raise self._needs_model(layer, row)
         if not self.tally.kinds:
             raise _no_modules()
         family = self.layout.family

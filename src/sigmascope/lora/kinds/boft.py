@@ -7,6 +7,8 @@ OFT (`sigmascope.lora.kinds.oft`), LyCORIS rotates rows and PEFT columns:
     PEFT     W' = s · W·Rᵀ,  R = Rₘ … R₁,  Rᵢ = Pᵢ·diag(Cayley(`boft_R`))·Pᵢᵀ,  s = `boft_s`
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from sigmascope.lora.adapters import AdapterFacts, Shapes, require_parts, shapes_error
 from sigmascope.lora.kinds.base_change import BaseChange
-from sigmascope.lora.kinds.oft import cayley, rescaled
+from sigmascope.lora.kinds.oft import cayley, limited_blocks, rescale_of_rows, rescaled
 
 
 class BoftChange(BaseChange):
@@ -44,6 +46,23 @@ class BoftChange(BaseChange):
         rotations = cayley(blocks, (self.alpha or 0.0) * len(base))
         change = butterfly(base, rotations, 1.0) - base
         return rescaled(self, compute, base, change)
+
+    @property
+    def outputs(self) -> int:
+        """Blocks times their rows."""
+        return prod(self.parts["oft_blocks"].shape[1:3])
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "BoftChange | None":
+        """The blocks of these rows; None if the last stage, whose blocks reach farthest, has one with rows of two parts."""
+        blocks = self.parts["oft_blocks"]
+        stages, _, size, _ = blocks.shape
+        first, reach = sum(sizes[:index]), size * 2 ** (stages - 1)
+        if first % reach or sizes[index] % reach:
+            return None
+        rows = slice(first, first + sizes[index])
+        limited = limited_blocks(blocks, (self.alpha or 0.0) * self.outputs)
+        parts = {"oft_blocks": limited[:, first // size : rows.stop // size].clone()}
+        return replace(self, parts=parts | rescale_of_rows(self.parts, rows), alpha=None, weight_shape=())
 
 
 class PeftBoftChange(BaseChange):
@@ -77,6 +96,17 @@ class PeftBoftChange(BaseChange):
             self.require(len(factors) == len(base), f"a scale of {len(factors)} outputs", base)
             changed = changed * factors[:, None]
         return changed.reshape(base.shape) - base
+
+    @property
+    def outputs(self) -> int | None:
+        """How many factors there are."""
+        return self.parts["boft_s"].numel() if "boft_s" in self.parts else None
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "PeftBoftChange":
+        """The same rotations, and the factors of these rows."""
+        rows = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        cut = {name: part.flatten()[rows, None] for name, part in self.parts.items() if name == "boft_s"}
+        return replace(self, parts={**self.parts, **cut}, weight_shape=())
 
 
 def _regrouped(inputs: int, block: int, stage: int, stages: int) -> Tensor:

@@ -4,6 +4,9 @@ LyCORIS stores A = a1·a2 and B = b1·b2 today, and stored A = a2·a1 and B = b2
 convolution, A mixes input channels.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -27,7 +30,7 @@ class GloraChange(BaseChange):
         a1, a2, b1, b2 = (shapes[name] for name in cls.roles)
         if min(map(len, (a1, a2, b1, b2))) < 2 or not (b1[1] == b2[0] or b2[1] == b1[0]):
             raise shapes_error(shapes, *cls.roles)
-        if b1[1] == b2[0]:
+        if _is_first_left(b1, b2):
             return AdapterFacts((b1[0], *b2[1:]), b2[0])
         return AdapterFacts((b2[0], *b1[1:]), b1[0])
 
@@ -41,6 +44,21 @@ class GloraChange(BaseChange):
                 f"a glora change of a weight {self.weight_shape} does not fit a weight {tuple(base.shape)}.",
                 hint="Use the LoRA with the model it was made for.",
             ) from error
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "GloraChange":
+        """With these rows of B's left factor: W·A has the rows of W."""
+        rows = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        left = (
+            self.roles[2]
+            if _is_first_left(*(self.parts[name].shape for name in self.roles[2:]))
+            else self.roles[3]
+        )
+        return replace(self, parts={**self.parts, left: self.parts[left][rows]}, weight_shape=())
+
+
+def _is_first_left(b1: Sequence[int], b2: Sequence[int]) -> bool:
+    """Whether B is b1·b2; of a square weight both orders fit, and one would be a rank of all inputs."""
+    return b1[1] == b2[0] and (b2[1] != b1[0] or b1[1] <= b1[0])
 
 
 def glora_product(

@@ -4,6 +4,8 @@ LyCORIS  W' = W · (1 + `weight`), along inputs if `on_input` is 1, else along o
 PEFT     W' = W · `ia3_l`, along inputs for feed-forward layers, else along outputs, and the bias with them
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import ClassVar
 
@@ -34,6 +36,15 @@ class Ia3Change(BaseChange):
         values = self.part("weight", compute).flatten()
         return base * _along(self, base, values, 1 if float(self.parts["on_input"]) else 0)
 
+    @property
+    def outputs(self) -> int | None:
+        """How many values there are, where they scale outputs."""
+        return None if float(self.parts["on_input"]) else self.parts["weight"].numel()
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "Ia3Change":
+        """The values of these rows; those of inputs are the same for each part."""
+        return replace(self, parts={**self.parts, "weight": _cut(self.parts["weight"], sizes, index)})
+
 
 class PeftIa3Change(BaseChange):
     """PEFT's `ia3_l`: (out, 1) or (1, in), and for convolutions (1, channels, 1, 1)."""
@@ -62,6 +73,19 @@ class PeftIa3Change(BaseChange):
                 )
         return base * (_along(self, base, values.flatten(), axis) - 1.0)
 
+    @property
+    def outputs(self) -> int | None:
+        """How many values there are, where they scale outputs."""
+        shape = self.parts["ia3_l"].shape
+        return shape[0] if shape[0] > 1 else None
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "PeftIa3Change | None":
+        """The values of these rows; those of inputs are the same for each part. None of a convolution, which may be either."""
+        values = self.parts["ia3_l"]
+        if values.ndim > 2:
+            return None
+        return replace(self, parts={"ia3_l": _cut(values, sizes, index)})
+
 
 class Ia3BiasChange(PeftIa3Change):
     """What PEFT's `ia3_l` makes of the bias of a layer whose outputs it scales."""
@@ -72,6 +96,10 @@ class Ia3BiasChange(PeftIa3Change):
         """B · ia3_l − b."""
         assert base is not None
         return base * (_along(self, base, self.part("ia3_l", compute).flatten(), 0) - 1.0)
+
+
+def _cut(values: Tensor, sizes: Sequence[int], index: int) -> Tensor:
+    return values.flatten()[sum(sizes[:index]) : sum(sizes[: index + 1])][:, None] if sizes else values
 
 
 def _along(change: BaseChange, weight: Tensor, values: Tensor, axis: int) -> Tensor:

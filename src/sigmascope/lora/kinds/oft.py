@@ -13,7 +13,7 @@ LyCORIS and kohya train with ‖Q‖ limited to alpha · out over all blocks, an
 `use_cayley_neumann`, its default, cuts the transform's series off; `coft` limits each block's ‖Q‖.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isqrt, prod, sqrt
 
@@ -80,13 +80,10 @@ class OftChange(BaseChange):
         if first % size or sizes[index] % size:
             return None
         if "oft_blocks" in self.parts:
-            wide = self.part("oft_blocks", at_least_float32(blocks.dtype))
-            blocks = wide * _limited(wide - wide.mT, (self.alpha or 0.0) * self.outputs)
+            blocks = limited_blocks(blocks, (self.alpha or 0.0) * self.outputs)
         rows = slice(first, first + sizes[index])
-        parts = {name: part for name, part in self.parts.items() if name == "rescale"}
-        parts = {name: part.reshape(self.outputs, *part.shape[1:])[rows] for name, part in parts.items()}
         name = "oft_diag" if "oft_diag" in self.parts else "oft_blocks"
-        parts[name] = blocks[first // size : rows.stop // size].clone()
+        parts = {name: blocks[first // size : rows.stop // size].clone()} | rescale_of_rows(self.parts, rows)
         return replace(self, parts=parts, alpha=None, weight_shape=())
 
 
@@ -216,6 +213,17 @@ def _limited(skew: Float[Tensor, "... b b"], limit: float) -> float:
     """What a limit of ‖Q‖ multiplies Q by; 1 if it is not above 0."""
     length = float(torch.linalg.vector_norm(skew)) + _SKEW_EPSILON
     return limit / length if 0.0 < limit < length else 1.0
+
+
+def limited_blocks(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "... b b"]:
+    """Blocks that need no limit on ‖Q‖ any more."""
+    wide = blocks.to(at_least_float32(blocks.dtype))
+    return wide * _limited(wide - wide.mT, limit)
+
+
+def rescale_of_rows(parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """A change's `rescale` of some rows, where it has one."""
+    return {name: part.flatten()[rows, None] for name, part in parts.items() if name == "rescale"}
 
 
 def turned_rows(

@@ -4,6 +4,9 @@
 input) and `vera_B` (widest output, r). The weight's values do not matter, but only its shape tells how much of A is used.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -48,3 +51,14 @@ class VeraChange(BaseChange):
         self.require(fits, f"VeRA of {len(outputs)} outputs and at most {down.shape[1]} inputs", base)
         product: Tensor = (outputs[:, None] * up[: len(base)]) @ (rank[:, None] * down[:, :inputs])
         return product.reshape(base.shape)
+
+    @property
+    def outputs(self) -> int:
+        """How many λ_b there are."""
+        return len(self.parts["vera_lambda_b"])
+
+    def of_rows(self, sizes: Sequence[int], index: int) -> "VeraChange":
+        """With these rows of λ_b and B."""
+        rows = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        cut = {name: self.parts[name][rows] for name in ("vera_lambda_b", "vera_B")}
+        return replace(self, parts={**self.parts, **cut}, weight_shape=())
