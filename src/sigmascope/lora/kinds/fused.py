@@ -10,7 +10,7 @@ and is formed of all of them: `PartOfFused.weights` reads them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
