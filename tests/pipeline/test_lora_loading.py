@@ -1,5 +1,6 @@
 """Planted no-ops and partial loads: each is found, by the statement of the hosts' rules and by diffusers itself."""
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.lora.reported_layouts import Layout
+from tests.lora.wild.models import single_file, tiny
 from torch import Tensor
 
 import sigmascope
@@ -272,5 +274,34 @@ def test_what_is_written_says_what_takes_it(
         "diffusers": (count, count),
         "comfyui": (count, count),
     }
+    assert (loads.installed.taken, loads.installed.modules) == (count, count)
+    assert loads.installed.version == diffusers.__version__
+
+
+@pytest.mark.parametrize("form", ["folder", "single file"])
+def test_an_extraction_says_what_takes_its_file(form: str, tmp_path: Path) -> None:
+    """Three layers were tuned, which one fused matrix of a single file is. It is read by either host, under its own names."""
+    torch.manual_seed(0)
+    tuned = [f"transformer_blocks.0.attn.to_{name}.weight" for name in "qkv"]
+    fused = "double_blocks.0.img_attn.qkv.weight"
+    for name in ("base", "tuned"):
+        model = copy.deepcopy(tiny("flux"))
+        state = dict(model.state_dict() if form == "folder" else single_file("flux"))
+        for key in () if name == "base" else tuned if form == "folder" else [fused]:
+            state = state | {key: state[key] + torch.randn(state[key].shape)}
+        if form == "folder":
+            model.load_state_dict(state)
+            model.save_pretrained(tmp_path / name)  # type: ignore[operator]
+        else:
+            save_file(state, tmp_path / name)
+    made = tmp_path / "lora.safetensors"
+    loads = sigmascope.extract_lora(tmp_path / "base", tmp_path / "tuned", made).loads
+    assert loads is not None
+    count = 3 if form == "folder" else 1
+    ends = ("lora_A.weight", "lora_up.weight")
+    assert sum(key.endswith(ends) for key in load_file(made)) == count
+    assert loads.stated.family == "flux"
+    readings = {name: (one.taken, one.modules) for name, one in loads.stated.hosts.items()}
+    assert readings == {"diffusers": (count, count), "comfyui": (count, count)}
     assert (loads.installed.taken, loads.installed.modules) == (count, count)
     assert loads.installed.version == diffusers.__version__

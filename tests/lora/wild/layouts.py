@@ -231,6 +231,12 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "auraflow-comfy": Layout("auraflow", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0, "layers"),
     "cosmos-kohya": Layout("cosmos", f"{_COMFY}13747", "lora_unet_", "original", "down", 1.0),
     "cosmos-pipe": Layout("cosmos", "diffusion-pipe's Cosmos-Predict2", "diffusion_model.", "original"),
+    "ltx2-trainer": Layout("ltx2", "Lightricks' ltx-trainer", "diffusion_model.", "original", told="ltx2"),
+    "ltx2-simpletuner": Layout("ltx2", "SimpleTuner's LTX-2", "transformer.", "diffusers", "A", 2.0, told="ltx2"),
+    "ltx2-musubi": Layout("ltx2", "musubi-tuner's LTX-2", "lora_unet_", "original", "down", 1.0, told="ltx2"),
+    "kandinsky5-simpletuner": Layout("kandinsky5", "bghira/SimpleTuner#2013", "transformer.", "diffusers", only="transformer_blocks"),
+    "kandinsky5-musubi": Layout("kandinsky5", "kohya-ss/musubi-tuner#774", "lora_unet_", "diffusers", "down", 1.0, "transformer_blocks"),
+    "kandinsky5-comfy": Layout("kandinsky5", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0, "transformer_blocks"),
 }  # fmt: skip
 
 
@@ -240,7 +246,8 @@ TITLES: Final = {
     "sd15": "Stable Diffusion 1.5", "sdxl": "SDXL", "sd3": "Stable Diffusion 3.5", "flux": "FLUX.1", "flux2": "FLUX.2",
     "qwen": "Qwen-Image", "wan": "WAN 2.1, 2.2", "wani2v": "WAN I2V", "zimage": "Z-Image", "lumina2": "Lumina 2",
     "hunyuan": "HunyuanVideo", "chroma": "Chroma", "ltx": "LTX-Video", "hidream": "HiDream", "pixart": "PixArt", "sana": "Sana",
-    "cogvideox": "CogVideoX", "mochi": "Mochi", "auraflow": "AuraFlow", "cosmos": "Cosmos Predict 2",
+    "cogvideox": "CogVideoX", "mochi": "Mochi", "auraflow": "AuraFlow", "cosmos": "Cosmos Predict 2", "ltx2": "LTX-2",
+    "kandinsky5": "Kandinsky 5",
 }  # fmt: skip
 
 

@@ -464,6 +464,50 @@ FAMILIES: Final[dict[str, Published]] = {
         """,
         parameters="t_embedding_norm.weight = time_embed.norm.weight",
     ),
+    "ltx2": Published(
+        lambda: diffusers.LTX2VideoTransformer3DModel(
+            in_channels=4, out_channels=4, num_layers=2, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
+            audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2, audio_attention_head_dim=4,
+            audio_cross_attention_dim=8, caption_channels=12,
+        ),
+        "".join(
+            f"transformer_blocks.#.{attention}.{layer}\n"
+            for attention in ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+            for layer in ("to_q", "to_k", "to_v", "to_out.0")
+        ) + """
+        transformer_blocks.#.ff.net.0.proj
+        transformer_blocks.#.ff.net.2
+        transformer_blocks.#.audio_ff.net.0.proj
+        transformer_blocks.#.audio_ff.net.2
+        patchify_proj = proj_in
+        audio_patchify_proj = audio_proj_in
+        adaln_single.linear = time_embed.linear
+        proj_out
+        """,
+        pipeline="LTX2Pipeline",
+    ),
+    "kandinsky5": Published(
+        lambda: diffusers.Kandinsky5Transformer3DModel(
+            in_text_dim=12, in_text_dim2=10, time_dim=8, model_dim=16, ff_dim=40, num_text_blocks=2, num_visual_blocks=2,
+            axes_dims=(2, 2, 4),
+        ),
+        _both("text_transformer_blocks visual_transformer_blocks", """
+        LIST.#.self_attention.to_query
+        LIST.#.self_attention.to_key
+        LIST.#.self_attention.to_value
+        LIST.#.self_attention.out_layer
+        LIST.#.feed_forward.in_layer
+        LIST.#.feed_forward.out_layer
+        """) + """
+        visual_transformer_blocks.#.cross_attention.to_query
+        visual_transformer_blocks.#.cross_attention.to_key
+        visual_transformer_blocks.#.cross_attention.to_value
+        visual_transformer_blocks.#.cross_attention.out_layer
+        visual_embeddings.in_layer
+        text_embeddings.in_layer
+        """,
+        kohya="diffusers", pipeline="Kandinsky5T2VPipeline",
+    ),
 }  # fmt: skip
 
 

@@ -226,6 +226,8 @@ LOADERS = {
     "mochi": "Mochi1",
     "auraflow": "AuraFlow",
     "cosmos": "Cosmos",
+    "ltx2": "LTX2",
+    "kandinsky5": "Kandinsky",
 }
 """The class of diffusers that loads LoRAs of the family, without `LoraLoaderMixin`. PixArt has none."""
 
