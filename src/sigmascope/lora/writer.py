@@ -637,6 +637,8 @@ def _adapter_tensors(change: Adapter) -> dict[str, Tensor]:
 def holds(lora_format: LoraFormat, change: WeightChange) -> bool:
     """Whether a format can hold a change that is more than plain factors, as it is."""
     keys = lora_format.keys
+    if not isinstance(change, Adapter | DoraChange):
+        return False  # it is not as a file has it
     if isinstance(change, BaseChange):
         return keys.holds_changes and change.lycoris_keys
     is_plain = (
@@ -743,12 +745,9 @@ def storage_dtype(*files: Checkpoint) -> torch.dtype:
     Args:
         files: Opened LoRA files.
     """
-    dtypes = {
-        torch.float16 if info.dtype.itemsize == 1 else info.dtype
-        for file in files
-        for info in map(file.info, file)
-        if len(info.shape) >= 2 and is_real(info.dtype)
-    }
+    found = [info for file in files for info in map(file.info, file) if info.shape and is_real(info.dtype)]
+    matrices = [info for info in found if len(info.shape) >= 2] or found  # (IA)³ has vectors alone
+    dtypes = {torch.float16 if info.dtype.itemsize == 1 else info.dtype for info in matrices}
     order = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     return next((dtype for dtype in order if dtype in dtypes), torch.float16)
 

@@ -193,8 +193,13 @@ def test_a_change_of_a_fused_matrix_is_that_of_the_whole_in_its_parts(
     for format, rank in (("native", None), ("peft", 9999)):
         made = tmp_path / "made.safetensors"
         holds_it = format == "peft" and case == "dora"
-        report = convert_lora(file, made, format, model=folder, rank=None if holds_it else rank)
-        assert report.left_out == ()
+        scales_biases = (
+            case == "ia3_peft_outputs" and format == "peft"
+        )  # which PEFT's names have no place for
+        report = convert_lora(
+            file, made, format, model=folder, rank=None if holds_it else rank, drop_unsupported=scales_biases
+        )
+        assert len(report.left_out) == (3 if scales_biases else 0)
         with open_lora(made) as converted:
             found = {name.removeprefix("transformer."): name for name in converted.names}
             for layer, weight in zip(PARTS, weights, strict=True):
@@ -300,7 +305,7 @@ def test_merging_loras_reads_all_parts_of_a_fused_module(
 ) -> None:
     torch.manual_seed(1)
     net, folder = model
-    tensors, changed = boft(3)
+    tensors, changed = dora(per_output=False)
     file = written(tensors, QKV, tmp_path)
     weight = torch.cat([net.get_submodule(layer).weight.detach() for layer in PARTS])
     plan = RankPlan(RankRules(FixedRank(9999, 9999)))
