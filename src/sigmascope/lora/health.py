@@ -11,6 +11,7 @@ its peers' largest and its own line (the row or column of the longer axis), or a
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import exp, log
 from statistics import median
 from typing import Final, NamedTuple, TypeVar
@@ -291,6 +292,7 @@ def _of_modules(id: str, found: Mapping[str, float | None], modules: int) -> Ite
         )
 
 
+@lru_cache(maxsize=4096)
 def _role(name: str) -> str:
     """The same for a layer in every block."""
     return _NUMBER.sub("#", name)

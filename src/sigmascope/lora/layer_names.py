@@ -25,6 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
+from functools import lru_cache
 from math import log
 from os import PathLike
 from typing import Final, Literal
@@ -198,6 +199,7 @@ def in_coverage(module: str, coverage: Coverage) -> bool:
     return coverage == "extended" and _AROUND_ATTENTION.search(module) is not None
 
 
+@lru_cache(maxsize=4096)
 def block_of_module(name: str) -> str:
     """Name the block, such as `down_blocks.0`, `mid_block` or `text_encoder.3`.
 

@@ -17,7 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError
@@ -155,6 +155,7 @@ class ModuleName:
         return unflattened_text_encoder(self.path) if is_text else unflattened_denoiser(self.path)
 
 
+@lru_cache(maxsize=4096)
 def parse_name(name: str) -> ModuleName:
     """Take the name of a LoRA's module apart, in any format."""
     flat_start = _FLAT_START.match(name)
@@ -314,6 +315,7 @@ _TRANSFORMER_LAYERS: Final = _dotted(
 )
 
 
+@lru_cache(maxsize=4096)
 def unflattened_denoiser(name: str) -> str | None:
     """The path of a denoiser's layer, in the flat name's own naming.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import prod, sqrt
 from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -256,9 +257,17 @@ def _tensor_facts(part: str, tensor: Tensor, norm: float) -> TensorFacts:
     if tensor.numel() == 0:
         return TensorFacts(part, 0.0, norm)
     low, high = tensor.aminmax()
-    zeros = tensor.numel() - int(torch.count_nonzero(tensor))
+    zeros = tensor.numel() - _count_nonzero(tensor)
     hole = _hole(tensor) if _is_long(zeros, tensor) and norm > 0.0 else None
     return TensorFacts(part, max(-float(low), float(high)), norm, hole)
+
+
+def _count_nonzero(tensor: Tensor) -> int:
+    """Of the stored bits, which NumPy counts in a tenth of PyTorch's time; -0.0 counts, which lost bytes never are."""
+    as_stored = tensor if tensor.is_contiguous() else tensor.mT
+    if tensor.device.type != "cpu" or not as_stored.is_contiguous():
+        return int(torch.count_nonzero(tensor))
+    return int(np.count_nonzero(as_stored.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.itemsize}")))
 
 
 def _is_long(run: int, tensor: Tensor) -> bool:

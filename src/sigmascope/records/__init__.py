@@ -1,5 +1,9 @@
 """What is known of a run, as frozen values that outlive it. No torch here."""
 
+from typing import TYPE_CHECKING
+
+import lazy_loader
+
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -19,7 +23,13 @@ from sigmascope.records.run import (
     Steps,
     TensorFacts,
 )
-from sigmascope.records.serialization import load_run, run_from_json, run_to_json, save_run
+
+if TYPE_CHECKING:
+    from sigmascope.records.serialization import load_run, run_from_json, run_to_json, save_run
+
+_WITH_JSON = ["load_run", "run_from_json", "run_to_json", "save_run"]
+"""Loaded when they are first used (PEP 562): cattrs takes longer to import than the rest."""
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"serialization": _WITH_JSON})
 
 __all__ = [
     "STAGES",

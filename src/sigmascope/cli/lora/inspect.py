@@ -34,6 +34,7 @@ from sigmascope.cli.console import (
     table,
     title,
 )
+from sigmascope.cli.groups import importing
 from sigmascope.cli.lora.together import show_together
 from sigmascope.cli.options import AsJson, found_model
 from sigmascope.errors import ConfigError, SigmascopeError
@@ -156,7 +157,8 @@ def inspect(
     Interference (--together) is 2·Σ<ΔWᵢ, ΔWⱼ> / Σ‖ΔWᵢ‖²: 0 for unrelated LoRAs,
     100 % for two equal ones, -100 % where they cancel each other.
     """
-    from sigmascope.lora.inspect import inspect_lora
+    with importing():
+        from sigmascope.lora.inspect import inspect_lora
 
     if together:
         if model or picture or full_spectrum or relative_strength or arrives or intruders or strength != 1.0:
