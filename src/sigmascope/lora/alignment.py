@@ -229,13 +229,12 @@ def _change_by_recipe(lora: LoraFile, layer: str, recipe: _Recipe, weights: Weig
         swaps = _swapping(layer, row, weights)
         return DiffChange({"diff": whole.roll(out // 2, dims=0) if swaps(out, inner) else whole}, 1.0)
     if recipe.joins:
-        parts = dict(zip(recipe.parts, formed, strict=True))
-        sizes = joined_sizes({part: len(change) for part, change in parts.items()}, row, inner)
-        rows = [
-            parts.get(part, formed[0].new_zeros(size, *formed[0].shape[1:]))
-            for part, size in zip(row.parts, sizes, strict=True)
-        ]
-        return DiffChange({"diff": torch.cat(rows)}, 1.0)
+        parts = {
+            part: DiffChange({"diff": change}) for part, change in zip(recipe.parts, formed, strict=True)
+        }
+        whole = joined_diff(parts, row)
+        assert whole is not None
+        return whole
     pieces = torch.split(formed[0], part_sizes(formed[0].shape, row))
     return DiffChange({"diff": pieces[row.parts.index(recipe.parts[0])].clone()}, 1.0)
 
@@ -495,6 +494,25 @@ def joined_dora(parts: Sequence[LoraFactors | WeightChange], row: Row) -> DoraCh
         return None
     direction = joined(dict(zip(row.parts, directions, strict=True)), row)
     return DoraChange(direction, torch.cat([part.magnitude.flatten() for part in doras]))
+
+
+def joined_diff(parts: Mapping[str, WeightChange], row: Row) -> DiffChange | None:
+    """The difference of a fused layer, joined from those of its parts; a missing part stays as it is.
+
+    Args:
+        parts: At least one, by the part's name; None where one is no whole difference.
+        row: The fused layer.
+    """
+    diffs = {part: change.delta() for part, change in parts.items() if isinstance(change, DiffChange)}
+    if len(diffs) < len(parts):
+        return None
+    first = next(iter(diffs.values()))
+    sizes = joined_sizes({part: len(diff) for part, diff in diffs.items()}, row, prod(first.shape[1:]))
+    rows = [
+        diffs.get(part, first.new_zeros(size, *first.shape[1:]))
+        for part, size in zip(row.parts, sizes, strict=True)
+    ]
+    return DiffChange({"diff": torch.cat(rows)})
 
 
 def _swapped(factors: LoraFactors, row: Row) -> LoraFactors:

@@ -24,7 +24,14 @@ from sigmascope.lora.alignment import align
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.decompose import FormedChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, UnetBlocks, family_misfit, layout_of
+from sigmascope.lora.families import (
+    UNET_FAMILIES,
+    ModelLayout,
+    Part,
+    UnetBlocks,
+    family_misfit,
+    layout_of,
+)
 from sigmascope.lora.file import (
     LoraFile,
     check_target,
@@ -187,7 +194,13 @@ def convert_lora(
     wanted, path = format_named(format), Path(target)
     check_target(path, _TARGET_ARGUMENT)
     _refuse_without_effect(wanted.name, model, prefix)
-    _refuse_to_cut_nothing(wanted, model, rank, statistics)
+    if rank is not None:
+        require_rank("--rank", rank)
+    elif statistics is not None:
+        raise ConfigError(
+            "--statistics only matter where ranks are cut, and nothing is cut.",
+            hint="Add --rank, for changes that peft files cannot hold.",
+        )
     with ExitStack() as opened:
         lora = opened.enter_context(open_lora(Path(source), keep_float8=True))
         base = None if model is None else opened.enter_context(open_checkpoint(model))
@@ -271,26 +284,6 @@ def _refuse_without_effect(format: str, model: str | PathLike[str] | None, prefi
         raise ConfigError(f"--prefix has no effect: the names are {whose}.", hint="Leave it out.")
 
 
-def _refuse_to_cut_nothing(
-    wanted: LoraFormat,
-    model: str | PathLike[str] | None,
-    rank: int | None,
-    statistics: str | PathLike[str] | None,
-) -> None:
-    if rank is None and statistics is not None:
-        raise ConfigError(
-            "--statistics only matter where ranks are cut, and nothing is cut.",
-            hint="Add --rank, for changes that peft files cannot hold.",
-        )
-    if rank is not None:
-        require_rank("--rank", rank)
-        if wanted.keys.holds_changes and model is None:
-            raise ConfigError(
-                f"--rank has no effect: {wanted.name} files hold every change that is known without the model.",
-                hint="Leave it out, or change ranks with sigmascope lora resize.",
-            )
-
-
 def _own_dtype(source: str | PathLike[str]) -> torch.dtype:
     with open_checkpoint(source) as checkpoint:
         return storage_dtype(checkpoint)
@@ -347,12 +340,19 @@ class NamedLora:
 
 def _require_held(wanted: LoraFormat, named: NamedLora, name: str) -> None:
     """Refuse, by a LoraFormatError, a change that the format cannot hold and that could become plain factors."""
-    if not wanted.keys.holds_changes and _is_factorable(named, wanted, name):
-        raise LoraFormatError(
-            f"{named.layers[name]}: {wanted.name} files cannot hold such a change ({named.lora.kind_of(name)}).",
-            hint="Make plain factors of it (--rank 32), write kohya's or ComfyUI's format, or leave it out "
-            "(--drop_unsupported).",
-        )
+    kind = named.lora.kind_of(name)
+    if kind in NEEDS_BASE or not _is_factorable(named, wanted, name):
+        return
+    others = "write kohya's or ComfyUI's format, " if not wanted.keys.holds_changes else ""
+    what = (
+        "by itself, since they have another matrix for it or with it"
+        if wanted.keys.holds_changes
+        else f"({kind})"
+    )
+    raise LoraFormatError(
+        f"{named.layers[name]}: {wanted.name} files cannot hold such a change {what}.",
+        hint=f"Make plain factors of it (--rank 32), {others}or leave it out (--drop_unsupported).",
+    )
 
 
 def _is_factorable(named: NamedLora, wanted: LoraFormat, name: str) -> bool:
@@ -362,12 +362,34 @@ def _is_factorable(named: NamedLora, wanted: LoraFormat, name: str) -> bool:
     shape = named.lora.shape_of(name)
     if named.lora.kind_of(name) in NEEDS_BASE:
         key = named.key_in_base(name)
-        if key is None or holds(wanted, named.change(name)):
+        if key is None or _holds_as_it_is(named, wanted, name):
             return False
         shape = named.shapes.get(named.layers[name], ())
-    elif wanted.keys.holds_changes:
+    elif wanted.keys.holds_changes and _has_its_matrix(named, wanted, name):
         return False
     return is_layer(f"{named.layers[name]}{_WEIGHT}", shape)
+
+
+def _holds_as_it_is(named: NamedLora, wanted: LoraFormat, name: str) -> bool:
+    """Whether a format can hold a change, of the matrix that it is of."""
+    return holds(wanted, named.change(name)) and _has_its_matrix(named, wanted, name)
+
+
+def _has_its_matrix(named: NamedLora, wanted: LoraFormat, name: str) -> bool:
+    """Whether a format has the matrix that a change is of; differences, and DoRA of all parts, are divided and joined."""
+    layer, kind = named.layers[name].removesuffix(_BIAS), named.lora.kind_of(name)
+    try:
+        placed = wanted.placement(layer, named.layout, blocks=named.blocks)
+    except LoraFormatError:
+        return True  # that it has no name for it, the writer tells
+    if isinstance(placed, str) or placed.swapped or kind not in {"diff", "dora"}:
+        return isinstance(placed, str)
+    _, path = named.layout.split(layer)
+    if kind == "diff" or path not in placed.parts:
+        return True
+    parts = {layer.removesuffix(path) + part for part in placed.parts}
+    doras = {at for own, at in named.layers.items() if at in parts and named.lora.kind_of(own) == kind}
+    return doras == parts
 
 
 @dataclass(frozen=True)
@@ -518,9 +540,8 @@ def _write(writer: LoraWriter, named: NamedLora, name: str) -> None:
     if key is None and named.base is not None and named.lora.kind_of(name) == "ia3" and layer.endswith(_BIAS):
         return  # it scales a bias, and the layer has none
     change = named.change(name)
-    writer.write_change(
-        layer, change if key is None or holds(writer.format, change) else named.formed(name, key)
-    )
+    as_it_is = key is None or _holds_as_it_is(named, writer.format, name)
+    writer.write_change(layer, change if as_it_is else named.formed(name, key))
 
 
 def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = None) -> NamedLora:

@@ -34,7 +34,15 @@ from sigmascope.lora.adapters import (
     TuckerChange,
     WeightChange,
 )
-from sigmascope.lora.alignment import AlignedLoras, divided, joined, joined_dora, joined_sizes, part_sizes
+from sigmascope.lora.alignment import (
+    AlignedLoras,
+    divided,
+    joined,
+    joined_diff,
+    joined_dora,
+    joined_sizes,
+    part_sizes,
+)
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Row, UnetBlocks
@@ -196,7 +204,7 @@ class LoraWriter:
             room.append("x" * _METADATA_ROOM_BYTES)
         first = {"modelspec.title": as_text(self.path.stem)} | self._inherited | self._metadata
         self._file = writes(self.path, first, expected=room, header_bytes=0 if compact else None)
-        self._doras: dict[str, tuple[Row, str, dict[str, DoraChange]]] = {}
+        self._changes: dict[str, tuple[Row, str, dict[str, DoraChange | DiffChange]]] = {}
         self._ranks: dict[str, int] = {}
         self._has_dora = False
 
@@ -305,37 +313,46 @@ class LoraWriter:
         placed = self.format.placement(layer, self.layout, blocks=self._blocks)
         if isinstance(placed, str):
             self._write_change(name, self.format.named(layer, placed, self.layout, self._prefix), change)
-        elif isinstance(change, DoraChange) and name == layer:
-            self._write_fused_dora(layer, placed, change)
         else:
-            self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)  # says why not
+            self._write_fused_change(name, placed, change)
 
-    def _write_fused_dora(self, layer: str, row: Row, change: DoraChange) -> None:
-        """Write the parts of a fused layer, or keep a part until all have come."""
+    def _write_fused_change(self, name: str, row: Row, change: Adapter | DoraChange) -> None:
+        """Write the parts of a fused layer's difference or DoRA, or keep a part until all have come."""
+        layer = name.removesuffix(_BIAS)
+        end = name.removeprefix(layer)
+        if row.swapped or not isinstance(change, DoraChange | DiffChange):
+            raise self._needs_factors(name, row, change)
         if self._divides:
             sizes = part_sizes(change.weight_shape, row)
             for index, path in enumerate(row.parts):
                 part = rows_of(change, sizes, index)
-                if not isinstance(part, DoraChange) or row.swapped:
-                    raise self._needs_model(layer, row)
-                self._write_change(layer, self.format.named(layer, path, self.layout, self._prefix), part)
+                if not isinstance(part, DoraChange | DiffChange):
+                    raise self._needs_factors(name, row, change)
+                module = self.format.named(layer, path, self.layout, self._prefix)
+                self._write_change(f"{layer}{end}", module, part)
             return
-        parts = self._doras.setdefault(row.original, (row, layer, {}))[2]
+        parts = self._changes.setdefault(row.original + end, (row, name, {}))[2]
         parts[self.layout.split(layer)[1]] = change
         if len(parts) == len(row.parts):
-            del self._doras[row.original]
-            whole = joined_dora([parts[part] for part in row.parts], row)
-            if whole is None or row.swapped:
-                raise self._needs_model(layer, row)
-            self._write_change(
-                layer, self.format.named(layer, row.original, self.layout, self._prefix), whole
-            )
+            self._write_joined_change(row.original + end)
 
-    def _needs_model(self, layer: str, row: Row) -> LoraFormatError:
+    def _write_joined_change(self, original: str) -> None:
+        row, name, parts = self._changes.pop(original)
+        own = {part: parts[part] for part in row.parts if part in parts}
+        whole = joined_dora(list(own.values()), row) or joined_diff(own, row)
+        if whole is None:
+            raise self._needs_factors(name, row, next(iter(own.values())))
+        layer = name.removesuffix(_BIAS)
+        self._write_change(name, self.format.named(layer, row.original, self.layout, self._prefix), whole)
+
+    def _needs_factors(self, name: str, row: Row, change: WeightChange) -> LoraFormatError:
         return LoraFormatError(
-            f"{layer}: {self.format.name} files have {row.original} for {', '.join(row.parts)}, and only the model's weights "
-            "tell what a dora change of it is.",
-            hint="Give the model that it is for: sigmascope lora convert --model.",
+            f"{name}: {self.format.name} files have {row.original} for {', '.join(row.parts)}, and what a {change.kind} change of "
+            "it is cannot be told from its parts."
+            if not self._divides
+            else f"{name}: {self.format.name} files have {', '.join(row.parts)} for {row.original}, and a {change.kind} change of "
+            "it cannot be divided.",
+            hint="Make plain factors of it: --rank 32, with the model (--model) if it depends on the weights.",
         )
 
     def _write_change(self, name: str, module: str, change: Adapter | DoraChange) -> None:
@@ -417,8 +434,8 @@ class LoraWriter:
     def _finish(self) -> None:
         for original in list(self._parts):
             self._write_joined(original)
-        for row, layer, _ in self._doras.values():
-            raise self._needs_model(layer, row)
+        for original in list(self._changes):
+            self._write_joined_change(original)
         if not self.tally.kinds:
             raise _no_modules()
         family = self.layout.family

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError
-from sigmascope.lora.adapters import Adapter, DoraChange, LohaChange, SetChange, WeightChange
+from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, LohaChange, SetChange, WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.kinds.base_change import BaseChange
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm
@@ -41,8 +41,8 @@ def rows_of(change: WeightChange, sizes: Sequence[int], index: int) -> WeightCha
     if isinstance(change, BaseChange):
         return change.of_rows(sizes, index)
     rows = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
-    if isinstance(change, SetChange):
-        return SetChange({"set_weight": change.values[rows]}, change.scale)
+    if isinstance(change, SetChange | DiffChange):
+        return type(change)({name: part[rows] for name, part in change.parts.items()}, change.scale)
     if isinstance(change, DoraChange) and change.per_output:
         direction = _rows_of_direction(change.direction, rows)
         return None if direction is None else DoraChange(direction, change.magnitude.flatten()[rows])
