@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import LoraFormatError
 from sigmascope.lora.alignment import changed_keys
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
@@ -314,3 +315,39 @@ def test_merging_loras_reads_all_parts_of_a_fused_module(
         (name,) = lora.names
         change = 2.0 * (changed(weight.double()) - weight)
         torch.testing.assert_close(lora.modules[name].delta(), change.float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", ["kohya", "comfyui"])
+def test_kronecker_products_of_parts_become_factors_of_the_whole(format: str, tmp_path: Path) -> None:
+    """A block of products is none itself."""
+    torch.manual_seed(1)
+    pairs = {name: (torch.randn(2, 2), torch.randn(8, 8)) for name in "qkv"}
+    start = "lycoris_transformer_blocks_0_attn_to_"
+    state = {f"{start}{name}.lokr_w{side + 1}": one[side] for name, one in pairs.items() for side in (0, 1)}
+    file, made = tmp_path / "lora.safetensors", tmp_path / "made.safetensors"
+    save_file(state, file)
+    with pytest.raises(LoraFormatError, match="another matrix for it") as refused:
+        convert_lora(file, made, format, family="flux")
+    assert "--rank 32" in (refused.value.hint or "")
+    convert_lora(file, made, format, family="flux", rank=9999)
+    with open_lora(made) as lora:
+        (name,) = lora.names
+        delta = lora.modules[name].delta()
+    expected = torch.cat([torch.kron(first, second) for first, second in pairs.values()])
+    torch.testing.assert_close(delta, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_differences_of_parts_and_of_their_biases_are_joined(tmp_path: Path) -> None:
+    """One part stays as it is."""
+    torch.manual_seed(1)
+    weights, biases = torch.randn(2, HIDDEN, HIDDEN), torch.randn(2, HIDDEN)
+    start = "lycoris_transformer_blocks_0_attn_to_"
+    state = {f"{start}{name}.diff": one for name, one in zip("qv", weights, strict=True)}
+    state |= {f"{start}{name}.diff_b": one for name, one in zip("qv", biases, strict=True)}
+    file, made = tmp_path / "lora.safetensors", tmp_path / "made.safetensors"
+    save_file({key: tensor.clone() for key, tensor in state.items()}, file)
+    convert_lora(file, made, "kohya", family="flux")
+    after = load_file(made)
+    name, nothing = "lora_unet_double_blocks_0_img_attn_qkv", torch.zeros(HIDDEN, HIDDEN)
+    assert torch.equal(after[f"{name}.diff"], torch.cat([weights[0], nothing, weights[1]]))
+    assert torch.equal(after[f"{name}.diff_b"], torch.cat([biases[0], nothing[0], biases[1]]))
