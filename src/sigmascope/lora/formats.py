@@ -61,6 +61,12 @@ EMBEDDING_DOWN: Final = "lora_embedding_A"
 LATENT: Final = "lora_latent_mapping.weight"
 """LoRA-XS' r×r matrix between the factors (Bałazy et al., arXiv 2405.17604)."""
 
+DIFF_M: Final = "diff_m"
+MODULATION: Final = ".modulation"
+"""A WAN block's own parameter, whose difference is the block's `diff_m`."""
+NORM_SCALE: Final = "scale"
+"""How BFL's control LoRAs of FLUX end the key of a norm's new weight: diffusers and ComfyUI put it in the old one's place."""
+
 # Of changes that depend on the weight. (IA)³'s `weight` is told by the `on_input` beside it.
 _BASE_ROLES: Final = sorted(
     {role for change in BASE_CHANGES.values() for role in change.roles if "weight" not in role}
@@ -79,7 +85,8 @@ _KEY: Final = re.compile(
     r"|\.lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?"
     r"|\.hada_(?:w[12]_[ab]|t[12])(?:\.[^.]+)?"
     r"|\.lokr_(?:w[12](?:_[ab])?|t2)(?:\.[^.]+)?"
-    r"|\.(?:alpha|dora_scale|diff|diff_b|set_weight|w_norm|b_norm)"
+    r"|\.(?:alpha|dora_scale|diff|diff_b|diff_m|set_weight|w_norm|b_norm)"
+    r"|(?<=_norm)\.scale"
     r"|\.[ab][12]\.weight"
     rf"|\.(?:{'|'.join(_BASE_ROLES)})(?:\.(?!weight$)[^.]+)?(?:\.weight)?"
     r")"
@@ -571,7 +578,7 @@ def _role(words: list[str]) -> tuple[str, list[str]]:
         bias = rest[-1] == "bias"
         return UP_BIAS if bias else _ROLES[first], [".".join(rest[:-1])] if rest[:-1] else []
     adapter = [word for word in rest if word != "weight"]
-    return _ROLES.get(first, first), adapter
+    return ("set_weight" if first == NORM_SCALE else _ROLES.get(first, first)), adapter
 
 
 def _module_name(name: str, *, old: bool) -> str:
@@ -681,12 +688,14 @@ def _kinds(group: Mapping[str, str]) -> dict[Kind, dict[str, str]]:
 
 
 def _bias_entries(name: str, group: Mapping[str, str]) -> list[Entry]:
-    """Changes of the bias: a difference, or the bias of the up factor, which takes part in its scale."""
+    """Changes of the bias: a difference, or the bias of the up factor, which takes part in its scale; and of the modulation."""
     entries = [
         Entry(f"{name}.bias", name, "diff", {role: group[role]})
         for role in ("diff_b", "b_norm")
         if role in group
     ]
+    if DIFF_M in group:
+        entries.append(Entry(f"{name}{MODULATION}", name, "diff", {DIFF_M: group[DIFF_M]}))
     if "ia3_l" in group:
         entries.append(Entry(f"{name}.bias", name, "Ia3BiasChange", {"ia3_l": group["ia3_l"]}))
     if UP_BIAS in group and DOWN in group:

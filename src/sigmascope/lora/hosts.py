@@ -24,10 +24,11 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import scale_of
 from sigmascope.lora.families import family_named, row_of_diffusers, row_of_original, unflattened
 from sigmascope.lora.families.family import Family, Reads, Row
+from sigmascope.lora.families.known import vector_of_diffusers, vector_of_original
 from sigmascope.lora.families.text_encoders import ENCODER_READS, EncoderReads
 from sigmascope.lora.file import PEFT_CONFIGS, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import FileFamily, file_family
-from sigmascope.lora.formats import is_attention_projection
+from sigmascope.lora.formats import DIFF_M, MODULATION, NORM_SCALE, is_attention_projection
 from sigmascope.lora.layer_names import to_diffusers, to_sgm
 from sigmascope.lora.module_names import flat, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
@@ -77,7 +78,7 @@ _ENDS: Final[Mapping[str, Mapping[str, str]]] = {
     "lokr": {"lokr_w1": "lokr", "lokr_w1_a": "lokr"},
     "dora": {"dora_scale": "dora"},
     "diff": dict.fromkeys(("diff", "diff_b", "w_norm", "b_norm"), "diff"),
-    "set": {"set_weight": "set"},
+    "set": {"set_weight": "set", NORM_SCALE: NORM_SCALE},
     "oft": dict.fromkeys(("oft_blocks", "oft_diag"), "oft"),
     "boft": dict.fromkeys(("oft_blocks", "oft_diag", "boft_blocks"), "boft"),
     "glora": {"a1.weight": "glora"},
@@ -88,7 +89,7 @@ _TO_FACTORS: Final = frozenset({"lora", "tucker", "loha", "lokr", "diff"})
 """Kinds of change that become plain factors without the model."""
 _WHOLE_RANK: Final = 9999
 """Keeps all of a change; see `convert_lora`."""
-_NEVER_IN_DIFFUSERS: Final = frozenset({"diff", "loha", "oft", "boft", "glora"})
+_NEVER_IN_DIFFUSERS: Final = frozenset({"diff", DIFF_M, "loha", "oft", "boft", "glora"})
 _SGM: Final = ("input_blocks.", "middle_block.", "output_blocks.", "time_embed.", "label_emb.", "out.")
 
 
@@ -325,6 +326,8 @@ def ending_of(name: str, kind: str, keys: frozenset[str]) -> str:
 
     `+alpha` follows where the file has an alpha for it.
     """
+    if f"{name.removesuffix(MODULATION)}.{DIFF_M}" in keys:
+        return DIFF_M
     ends = _ENDS.get(kind, {})
     ending = next((ending for end, ending in ends.items() if f"{name}.{end}" in keys), "other")
     scaled = f"{name}.alpha" in keys and ending not in _NEVER_IN_DIFFUSERS
@@ -338,7 +341,8 @@ def _namings(path: str, family: Family, *, is_flat: bool) -> tuple[str, frozense
         return dotted, frozenset({"original" if dotted.startswith(_SGM) else "diffusers"})
     dotted = (unflattened(path) if is_flat else path) or path
     shown = flat if is_flat else str
-    rows = (row_of_original(family.name, dotted), row_of_diffusers(family.name, dotted))
+    lookups = (row_of_original, row_of_diffusers, vector_of_original, vector_of_diffusers)
+    rows = [look_up(family.name, dotted) for look_up in lookups]
     names = {
         naming
         for row in rows
@@ -372,6 +376,8 @@ def _require_in_comfyui(file: _File) -> None:
 def _comfyui_takes(host: Host, module: _Module, family: Family) -> bool:
     if module.ending.startswith("other"):
         raise _Unknown(f"tensors such as those of {module.name} were not measured")
+    if module.ending == DIFF_M:
+        return False
     rows = [
         row
         for row in family.reads
@@ -402,6 +408,7 @@ def _diffusers(file: _File) -> tuple[_Module, ...]:
     """It converts a file as a whole, so what was measured holds for files of one kind of names."""
     modules, family = file.modules, file.family
     endings, starts = {module.ending for module in modules}, {module.start for module in modules}
+    endings -= {NORM_SCALE}  # it goes with BFL's factors
     if endings <= _NEVER_IN_DIFFUSERS:
         return ()
     if len(endings) > 1 or len(starts) > 1:

@@ -39,7 +39,12 @@ from sigmascope.lora.families import (
     row_of_original,
     unflattened,
 )
-from sigmascope.lora.families.known import ENCODER_PARTS, WIDTHS_BY_NAMES
+from sigmascope.lora.families.known import (
+    ENCODER_PARTS,
+    WIDTHS_BY_NAMES,
+    vector_of_diffusers,
+    vector_of_original,
+)
 from sigmascope.lora.file import LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
@@ -112,6 +117,8 @@ def _any_start(starts: Iterable[str]) -> re.Pattern[str]:
 _FLAT_START: Final = _any_start(_FLAT_STARTS)
 _DOTTED_START: Final = _any_start(_DOTTED_STARTS)
 _FLAT_ANY_START: Final = re.compile(r"\w*?lora_(\w+)")
+_NORM_SCALE: Final = ".scale"
+"""A norm's weight in the original files of FLUX and its like."""
 _MOST_PEELED: Final = 4
 """Words that wrappers put before a layer's path."""
 _USUAL_FLAT_START: Final = "lora_unet_"
@@ -492,7 +499,7 @@ def _names_of_layer(
 ) -> Iterator[tuple[str, Row | None]]:
     """A layer's own path and its name in the other naming; and the line of its family that says so."""
     yield path, None
-    bare = without_private(path)
+    bare = without_private(path).removesuffix(_NORM_SCALE)
     if bare != path:
         path = bare
         yield path, None
@@ -509,7 +516,9 @@ def _names_of_layer(
 
 
 def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, Row | None]]:
-    by_original, by_part = row_of_original(layout.family, path), row_of_diffusers(layout.family, path)
+    family = layout.family
+    by_original = row_of_original(family, path) or vector_of_original(family, path)
+    by_part = row_of_diffusers(family, path) or vector_of_diffusers(family, path)
     if layout.naming == "original" and by_original is not None:
         for name in by_original.originals:  # one matrix, whose halves are in one order
             if name != path:

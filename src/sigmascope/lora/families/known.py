@@ -325,6 +325,11 @@ def vector_of_original(family: str, path: str) -> Row | None:
     return _VECTORS.original(family, path)
 
 
+def vector_of_diffusers(family: str, path: str) -> Row | None:
+    """The same by its name in diffusers."""
+    return _VECTORS.part(family, path)
+
+
 def unflattened(flat: str, *, text_encoder: bool = False) -> str | None:
     """The dotted path of a layer whose dots became underscores, in the naming that it is of.
 
