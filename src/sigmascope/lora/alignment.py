@@ -232,9 +232,9 @@ def _change_by_recipe(lora: LoraFile, layer: str, recipe: _Recipe, weights: Weig
         parts = {
             part: DiffChange({"diff": change}) for part, change in zip(recipe.parts, formed, strict=True)
         }
-        whole = joined_diff(parts, row)
-        assert whole is not None
-        return whole
+        joined_parts = joined_diff(parts, row)
+        assert joined_parts is not None
+        return joined_parts
     pieces = torch.split(formed[0], part_sizes(formed[0].shape, row))
     return DiffChange({"diff": pieces[row.parts.index(recipe.parts[0])].clone()}, 1.0)
 

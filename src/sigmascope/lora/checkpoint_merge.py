@@ -240,9 +240,9 @@ def merge_into_checkpoint(
             format="gguf" if base.format == "gguf" else "safetensors",
         )
         layout = layout_of({key: base.info(key).shape for key in base})
-        weights = lambda layer: base.tensor(f"{layer}.weight")  # noqa: E731 - reads what changes of fused matrices need
-        loras_open = [files.enter_context(open_lora(path)) for path in paths]
-        changes = [changed_keys(lora, base.keys(), layout, weights) for lora in loras_open]
+        weight_of = lambda layer: base.tensor(f"{layer}.weight")  # noqa: E731 - what a few changes of fused matrices need
+        opened = [files.enter_context(open_lora(path)) for path in paths]
+        changes = [changed_keys(lora, base.keys(), layout, weight_of) for lora in opened]
         _require_one_file(base, Path(into), changes)
         lora_files = [change.lora.path or path for change, path in zip(changes, paths, strict=True)]
         refuse_inputs(target, base)

@@ -540,8 +540,9 @@ def _write(writer: LoraWriter, named: NamedLora, name: str) -> None:
     if key is None and named.base is not None and named.lora.kind_of(name) == "ia3" and layer.endswith(_BIAS):
         return  # it scales a bias, and the layer has none
     change = named.change(name)
-    as_it_is = key is None or _holds_as_it_is(named, writer.format, name)
-    writer.write_change(layer, change if as_it_is else named.formed(name, key))
+    if key is not None and not _holds_as_it_is(named, writer.format, name):
+        change = named.formed(name, key)
+    writer.write_change(layer, change)
 
 
 def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = None) -> NamedLora:

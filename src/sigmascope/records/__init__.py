@@ -1,8 +1,6 @@
 """What is known of a run, as frozen values that outlive it. No torch here."""
 
-from typing import TYPE_CHECKING
-
-import lazy_loader
+from typing import TYPE_CHECKING, Any
 
 from sigmascope.records.memory import (
     AcceleratorMemory,
@@ -27,9 +25,17 @@ from sigmascope.records.run import (
 if TYPE_CHECKING:
     from sigmascope.records.serialization import load_run, run_from_json, run_to_json, save_run
 
-_WITH_JSON = ["load_run", "run_from_json", "run_to_json", "save_run"]
+_WITH_JSON = frozenset({"load_run", "run_from_json", "run_to_json", "save_run"})
 """Loaded when they are first used (PEP 562): cattrs takes longer to import than the rest."""
-__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"serialization": _WITH_JSON})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_JSON:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sigmascope.records import serialization
+
+    return getattr(serialization, name)
+
 
 __all__ = [
     "STAGES",

@@ -53,7 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[diffusers.FluxTrans
 def rotation(block: Tensor, *, halved: bool = False) -> Tensor:
     skew = (block - block.mT) / (2.0 if halved else 1.0)
     eye = torch.eye(len(block), dtype=torch.float64)
-    return (eye + skew) @ torch.linalg.inv(eye - skew)
+    turned: Tensor = (eye + skew) @ torch.linalg.inv(eye - skew)
+    return turned
 
 
 def on_diagonal(blocks: list[Tensor]) -> Tensor:
@@ -124,7 +125,8 @@ def dora(*, per_output: bool, end: str = "lora_{}.weight") -> Made:
 
     def changed(weight: Tensor) -> Tensor:
         direction = weight + added
-        return magnitudes.double() * direction / direction.norm(dim=axis, keepdim=True)
+        lengths: Tensor = direction.norm(dim=axis, keepdim=True)
+        return magnitudes.double() * direction / lengths
 
     return {end.format("down"): DOWN, end.format("up"): UP, "dora_scale": magnitudes}, changed
 
@@ -205,7 +207,7 @@ def test_a_change_of_a_fused_matrix_is_that_of_the_whole_in_its_parts(
             found = {name.removeprefix("transformer."): name for name in converted.names}
             for layer, weight in zip(PARTS, weights, strict=True):
                 change = converted.change(found[layer])
-                assert not holds_it or change.kind == "dora"
+                assert not holds_it or converted.kind_of(found[layer]) == "dora"
                 delta = change.delta() if isinstance(change, LoraFactors) else change.delta(weight)
                 check(layer, weight + delta)
     with open_checkpoint(folder) as base:
@@ -219,7 +221,8 @@ def test_a_change_of_a_fused_matrix_is_that_of_the_whole_in_its_parts(
 def test_changes_of_parts_are_those_of_the_rows_of_a_fused_matrix(case: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     weight, layouts = torch.randn(OUT, HIDDEN), ModelLayout("flux", "original", {"denoiser": ""})
-    rows, state, expected = slice(0, HIDDEN), {}, weight.double()
+    state: dict[str, Tensor] = {}
+    expected = weight.double()
     tensors, changed = CASES[case]()
     left = {"b1.weight", "weight", "lora_up.weight", "dora_scale", "set_weight"}
     for number, name in enumerate("qv"):
