@@ -151,7 +151,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_untrained": VerdictRow(
         "info",
-        "The new adapter changes nothing yet: B is zero in {modules}, as before training.",
+        "The new adapter changes nothing yet: {factor} is zero in {modules}, as before training.",
         "Train it, or load its weights.",
     ),
     "lora_alpha_zero": VerdictRow(
@@ -204,6 +204,29 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "warning",
         "The LoRA changes nothing in this call: {argument} is 0, for {weights}.",
         "Call with another scale, or without. Set strengths anew first: after a scale of 0 diffusers leaves them at 1.",
+    ),
+    "lora_not_in_embeddings": VerdictRow(
+        "warning",
+        "The LoRA changes nothing in this call: it is on {component}, which did not run, and the embeddings that the call "
+        "was given were made without it ({weights}).",
+        "Encode the prompt again with the LoRA loaded, or pass the prompt itself.",
+    ),
+    "lora_encoder_not_run": VerdictRow(
+        "warning",
+        "Whether the LoRA acts in this call is unknown: it is on {component}, which did not run, and acts only if the "
+        "embeddings that the call was given were made with it ({weights}).",
+        "Call encode_prompt with the LoRA loaded and inside the watch, or pass the prompt itself.",
+    ),
+    "lora_not_run": VerdictRow(
+        "warning",
+        "The LoRA changes nothing in this call: it is on {component}, which did not run ({weights}).",
+        "Load it into the denoiser that runs too, or choose steps in which this one runs.",
+    ),
+    "lora_changed_in_call": VerdictRow(
+        "info",
+        "LoRAs were changed while the call ran: {first}.",
+        "The steps before and after a change are made with different LoRAs, so there is no verdict on the whole call. "
+        "Each change has a stage of its own in the record.",
     ),
     "lora_disabled": VerdictRow(
         "warning",

@@ -33,6 +33,7 @@ _AROUND_WHOLE_MODELS: Final = {
 }
 """Where a wrapper keeps the model, and the classes that keep one there."""
 
+_MAGNITUDE: Final = "lora_magnitude_vector"
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
 _LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
 UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
@@ -165,6 +166,7 @@ class Change:
         parameter: The parameter's name in its module.
         kind: As `AppliedPatch.adapter_type`.
         tensors: As `AppliedPatch.tensors`.
+        host_names: As `AppliedPatch.host_names`.
         has_scale: Whether the layer keeps alpha, rank and a scale for it; without it is applied whole.
         unavailable: What could not be read.
     """
@@ -172,6 +174,7 @@ class Change:
     parameter: str
     kind: AdapterType
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    host_names: Mapping[str, str] = field(default_factory=dict)
     has_scale: bool = True
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
@@ -209,6 +212,7 @@ def _applied(
         alpha=scales.alpha,
         scale=scales.scale,
         tensors=change.tensors,
+        host_names=change.host_names,
         weight_shape=shape,
         unavailable=unavailable,
     )
@@ -324,12 +328,13 @@ def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
     reason = _why_no_product(layer, adapter)
     if reason is not None or up is None or down is None:
         return [_unknown_change(layer, parameter, reason or "its factors are not where PEFT keeps them")]
+    names = {"up": "lora_B", "down": "lora_A"}
     if _held(layer, "fan_in_fan_out") is True:  # the weight lies transposed: (BA)ᵀ = AᵀBᵀ
-        up, down = down.mT, up.mT
-    changes = [_low_rank_change(layer, adapter, parameter, up, down)]
+        up, down, names = down.mT, up.mT, {"up": "lora_A", "down": "lora_B"}
+    changes = [_low_rank_change(layer, adapter, parameter, up, down, names)]
     bias = _held(held_by(layer, "lora_B", adapter), "bias")
     if isinstance(bias, Tensor):
-        changes.append(Change("bias", "diff", {"diff": bias.detach()}))
+        changes.append(Change("bias", "diff", {"diff": bias.detach()}, {"diff": "lora_B.bias"}))
     return changes
 
 
@@ -339,15 +344,18 @@ def _read_embedding(layer: nn.Module, adapter: str) -> list[Change]:
     first, second = (_factor_of(layer, name, adapter) for name in names)
     if first is None or second is None:
         return [_unknown_change(layer, "weight", "its factors are not where PEFT keeps them")]
-    return [_low_rank_change(layer, adapter, "weight", first.mT, second.mT)]
+    own = {"up": names[0], "down": names[1]}
+    return [_low_rank_change(layer, adapter, "weight", first.mT, second.mT, own)]
 
 
-def _low_rank_change(layer: nn.Module, adapter: str, parameter: str, up: Tensor, down: Tensor) -> Change:
+def _low_rank_change(
+    layer: nn.Module, adapter: str, parameter: str, up: Tensor, down: Tensor, names: Mapping[str, str]
+) -> Change:
     tensors = {"up": up, "down": down}
-    magnitude = tensor_of(held_by(layer, "lora_magnitude_vector", adapter))
+    magnitude = tensor_of(held_by(layer, _MAGNITUDE, adapter))
     if magnitude is None:
-        return Change(parameter, "lora", tensors)
-    return Change(parameter, "dora", tensors | {"dora_scale": magnitude})
+        return Change(parameter, "lora", tensors, names)
+    return Change(parameter, "dora", tensors | {"dora_scale": magnitude}, {**names, "dora_scale": _MAGNITUDE})
 
 
 def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
@@ -369,7 +377,8 @@ def _read_lycoris(
     kind: AdapterType, prefix: str, parts: tuple[str, ...], layer: nn.Module, adapter: str
 ) -> list[Change]:
     found = {part: _factor_of(layer, prefix + part, adapter) for part in parts}
-    return [Change("weight", kind, {part: held for part, held in found.items() if held is not None})]
+    tensors = {part: held for part, held in found.items() if held is not None}
+    return [Change("weight", kind, tensors, {part: prefix + part for part in tensors})]
 
 
 def _read_rotation(kind: AdapterType, _layer: nn.Module, _adapter: str) -> list[Change]:

@@ -17,7 +17,7 @@ from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.stages.lora_on_model import alike, begin_extremes, elements_of_change
+from sigmascope.stages.lora_on_model import alike, begin_extremes, elements_of_change, has_extremes
 from sigmascope.stages.model_snapshot import ModelPatches, ModelSnapshot
 from sigmascope.stages.schema import (
     OutsideLora,
@@ -168,6 +168,9 @@ def _idle_finding(cause: str, changes: Sequence[IdleChange]) -> Finding:
         holders="The LoRAs change nothing",
         model="The LoRA changes nothing",
         first=first.key,
+        **dict.fromkeys(
+            ("factor", "component"), " and ".join(dict.fromkeys(change.why for change in changes))
+        ),
         **dict.fromkeys(("why", "reason", "dtype", "argument"), first.why),
     )
 
@@ -250,15 +253,31 @@ def _idle_changes(
     acted: dict[str, set[str | None]] = {}
     for patch in sort_patches(kept.patches if kept else ()).acting:
         acted.setdefault(patch.key, set()).add(patch.source)
-    ends = {patch: found.value or [] for patch, found in extremes.items()}
-    zero = {patch for patch, own in ends.items() if (0.0, 0.0) in zip(own[::2], own[1::2], strict=True)}
+    zero = {
+        id(patch): name
+        for patch in applied.patches
+        if (name := _zero_tensor(patch, extremes[id(patch)].value or [])) is not None
+    }
     cancelled = {id(patch) for _, same, is_nothing in same_contents if is_nothing for patch in same}
     return [
         IdleChange(patch.key, "lora_cancelled")
         if id(patch) in cancelled and patch.key not in acted
-        else IdleChange(patch.key, *_why_idle(patch, id(patch) in zero, before, acted))
+        else IdleChange(patch.key, *_why_idle(patch, zero.get(id(patch)), before, acted))
         for patch in applied.patches
     ]
+
+
+def _zero_tensor(patch: AppliedPatch, extremes: Sequence[float]) -> str | None:
+    """The first tensor of a patch that is all zeros, by the host's name.
+
+    Args:
+        patch: Whose tensors are meant.
+        extremes: As `read_extremes` gives them.
+    """
+    pairs = zip(extremes[::2], extremes[1::2], strict=True)
+    place = next((place for place, pair in enumerate(pairs) if pair == (0.0, 0.0)), None)
+    names = [name for name, tensor in patch.tensors.items() if has_extremes(tensor)]
+    return None if place is None else patch.host_names.get(names[place], names[place])
 
 
 def begin_all_idle(applied: ModelPatches) -> Pending[list[IdleChange]]:
@@ -285,7 +304,7 @@ _FIRST_LOOK: Final = 8  # weights
 
 def _why_idle(
     patch: AppliedPatch,
-    holds_zero: bool,
+    zero_tensor: str | None,
     before: ModelSnapshot,
     acted: Mapping[str, Collection[str | None]],
 ) -> tuple[str, str]:
@@ -293,8 +312,8 @@ def _why_idle(
         return "lora_changes_failed", patch.state_reason
     if patch.scale == 0.0:
         return "lora_alpha_zero", ""
-    if holds_zero and patch.adapter_type in _PRODUCTS:
-        return "lora_is_zero", ""
+    if zero_tensor is not None and patch.adapter_type in _PRODUCTS:
+        return "lora_is_zero", zero_tensor
     is_replaced = patch.source in acted.get(patch.key, ())  # by what changes its weight alike
     if patch.cause is not None and not is_replaced:
         return f"lora_{patch.cause}", ""

@@ -391,9 +391,7 @@ def begin_extremes(patches: Sequence[AppliedPatch]) -> Pending[dict[int, Reading
     for patch in patches:
         why = _why_no_values(patch)
         if why is None:
-            floating[id(patch)] = [
-                t.detach() for t in patch.tensors.values() if t.numel() and t.is_floating_point()
-            ]
+            floating[id(patch)] = [t.detach() for t in patch.tensors.values() if has_extremes(t)]
         else:
             told[id(patch)] = Reading(None, why)
     alike: dict[object, dict[int, Tensor]] = {}
@@ -421,6 +419,11 @@ def begin_extremes(patches: Sequence[AppliedPatch]) -> Pending[dict[int, Reading
         return told
 
     return Pending(finished, [copy for _, copy in copies])
+
+
+def has_extremes(tensor: Tensor) -> bool:
+    """Whether a tensor of a patch is among those that are looked at."""
+    return tensor.numel() > 0 and tensor.is_floating_point()
 
 
 def _ends_by_device(ends: Mapping[int, Tensor]) -> list[tuple[list[int], HostCopy]]:

@@ -27,6 +27,8 @@ _MOST_SHOWN: Final = 8
 _KEYWORDS: Final = "_kwargs"
 """What names of arguments end in that are mappings of keywords, whose keys are no words of a prompt."""
 _SCALING: Final = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
+_OF_PROMPTS: Final = "prompt_embeds"
+"""In the names of ready embeddings of prompts: prompt_embeds_2, negative_pooled_prompt_embeds, …"""
 _EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
 
 
@@ -189,6 +191,16 @@ def lora_scales(arguments: Mapping[str, Any]) -> dict[str, float]:
         name: given.get("scale") for name in _SCALING if isinstance(given := arguments.get(name), Mapping)
     }
     return {f"{name}.scale": scale for name, scale in scales.items() if isinstance(scale, int | float)}
+
+
+def given_embeddings(arguments: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The embeddings of prompts, and of negative prompts, among the arguments of a call or of an encoding."""
+    sides: tuple[list[Tensor], list[Tensor]] = [], []
+    for name, value in arguments.items():
+        if _OF_PROMPTS in name and "mask" not in name:
+            held = value if isinstance(value, list | tuple) else [value]
+            sides[name.startswith("negative")] += [one for one in held if isinstance(one, Tensor)]
+    return sides
 
 
 def _steps(arguments: Mapping[str, Any]) -> int | None:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
+from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
     end_complete_denoising,
@@ -29,6 +31,7 @@ from sigmascope.integrations.diffusers.pipeline_call import (
 from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in, models_in
 from sigmascope.integrations.diffusers.tokens import Reading, counts_seen, readings_of
 from sigmascope.integrations.diffusers.watch_session import (
+    LoraChange,
     Observer,
     Session,
     StageStack,
@@ -46,6 +49,7 @@ from sigmascope.monitor.hooks import (
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.model_fingerprints import forget_fingerprints
 from sigmascope.probes.models import components_of, file_facts, key_facts, module_facts, unwrap
+from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import keeping_words
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
@@ -316,10 +320,14 @@ class LoraObserver(Observer):
             seen = guard.read("watch.lora", lambda: self._seen_before(target, path))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
+        after_step = None if stack.pipeline_id is None else stack.steps_over
 
         def after(result: object, error: BaseException | None) -> None:
             stack.leave(stage, error)
             stage.fact("method", method)
+            if after_step is not None:
+                stage.fact("after_step", after_step)
+                stack.lora_changes.append(LoraChange(method, after_step))
             if path is not None:
                 stage.fact("file", short_path(path))
             with self.session.own_work(), keeping_words(guard.keeps_words):
@@ -474,6 +482,7 @@ class TextEncodingObserver(Observer):
         guard, privacy = self.guard, self.session.options.prompts
         encoding = guard.read("watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs))
         stage = stack.enter(ENCODING_STAGE)
+        ran_before = stack.ran.copy()
         if encoding is not None:
             self._open[stack] = encoding
 
@@ -485,6 +494,13 @@ class TextEncodingObserver(Observer):
                 stack.made(stage, name, tensor)
             if encoding is not None:
                 guard.read("watch.text", lambda: record_text_analysis(stage, encoding, named, privacy, error))
+            if stack.pipeline_id is None and error is None:  # what is made in a call is used in it
+                guard.read("watch.lora", lambda: note(result, stack.ran - ran_before))
+
+        def note(result: object, ran: Counter[str]) -> None:
+            with one_look():
+                arguments = signature.bind_partial(pipeline, *args, **kwargs).arguments
+                EMBEDDINGS.note(pipeline, arguments, ran.keys(), result)
 
         return after
 
@@ -517,6 +533,7 @@ class TextEncodingObserver(Observer):
 
 def _within(stack: StageStack, name: str, encoder: str) -> After | None:
     """A stage for an encoder's call: of this name, or of the encoder's inside such a stage."""
+    stack.ran[encoder] += 1
     if stack.is_in(encoder):
         return None
     is_inside = stack.is_in(name)

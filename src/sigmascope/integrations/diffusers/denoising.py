@@ -66,6 +66,12 @@ class Denoising:
         """How many steps are over."""
         return len(self._scope.columns)
 
+    @property
+    def steps_over(self) -> int:
+        """The same, with one of whose end only the denoiser's next call will tell."""
+        started_ns, last_ns = self._started, self.last_ns
+        return self.steps + (started_ns is not None and last_ns is not None and last_ns >= started_ns)
+
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take a call of the denoiser that is about to run: the hot path."""
         if (

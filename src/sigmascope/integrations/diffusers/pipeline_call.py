@@ -8,7 +8,7 @@ schedule is set, and when the scheduler has made a step. When a denoising is ove
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -28,10 +28,10 @@ from sigmascope.integrations.diffusers.arguments import (
     states_of,
 )
 from sigmascope.integrations.diffusers.denoising import Denoising
+from sigmascope.integrations.diffusers.idle_loras import SeenInCall, begin_idle_lora_findings
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
 from sigmascope.integrations.diffusers.recipe import (
     Content,
-    begin_idle_lora_findings,
     loras_of,
     models_of,
     weights_states,
@@ -56,7 +56,7 @@ from sigmascope.probes.model_fingerprints import begin_combined_fingerprint, tol
 from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import Reading
 from sigmascope.records.prompts import stored_prompts, texts_of_call
-from sigmascope.records.run import IDLE_LORAS, RECIPE, THUMBNAIL, CallFacts
+from sigmascope.records.run import IDLE_LORAS, RECIPE, THUMBNAIL, CallFacts, PipelineFacts
 
 GENERATION = "generation"
 DENOISING = "denoising"
@@ -120,6 +120,8 @@ class CallObserver(Observer):
                 guard.read("watch.outcome", lambda: _tell_outcome(stack, denoising.stage, result))
             around = current_stack(session)
             call_around = around if around is not None and around.pipeline_id is not None else None
+            if call_around is not None:
+                call_around.holds_calls = True
             guard.read("watch.outputs", lambda: self._settle_outputs(stack, call_around, error))
             if error is None:
                 if session.options.thumbnails and call_around is None:
@@ -135,7 +137,8 @@ class CallObserver(Observer):
             if facts is not None:
                 stage.fact("pipeline", facts)
             why_not = FAILED if error is not None else INSIDE if call_around is not None else None
-            self._tell_recipe(stage, pipeline, arguments, states or [], why_not)
+            seen = seen_in(stack, arguments, facts or PipelineFacts("unknown"))
+            self._tell_recipe(stage, pipeline, seen, states or [], why_not)
             self._tell_prompts(stage, prompts or {})
             seeds = seeds_of(arguments)
             if seeds:
@@ -173,7 +176,7 @@ class CallObserver(Observer):
         self,
         stage: LiveStage,
         pipeline: object,
-        arguments: dict[str, Any],
+        seen_in_call: SeenInCall,
         states: list[str],
         why_not: str | None,
     ) -> None:
@@ -182,11 +185,11 @@ class CallObserver(Observer):
         Args:
             stage: Of the call, which is over.
             pipeline: What was called.
-            arguments: By name.
+            seen_in_call: Of the call.
             states: Of the generators, before the call.
             why_not: Why no weights are read; None: they are.
         """
-        read = self.guard.read
+        read, arguments = self.guard.read, seen_in_call.arguments
         others = read("watch.recipe", lambda: other_arguments(arguments))
         with one_look():
             seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
@@ -208,7 +211,7 @@ class CallObserver(Observer):
         devices = read("watch.recipe", lambda: generator_devices_of(arguments))
         recipe |= {"generator_devices": devices} if devices else {}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
-        idle = read("watch.lora", lambda: begin_idle_lora_findings(pipeline, loras or {}, arguments))
+        idle = read("watch.lora", lambda: begin_idle_lora_findings(pipeline, loras or {}, seen_in_call))
         contents = [
             *tensors.values(),
             *(models or {}).values(),
@@ -265,6 +268,18 @@ def _tell_outcome(stack: StageStack, denoising: LiveStage, result: object) -> No
     output = outcome_of(result)
     if output is not None:
         stack.made(denoising, "output", output)
+
+
+def seen_in(stack: StageStack, arguments: Mapping[str, Any], pipeline: PipelineFacts) -> SeenInCall:
+    """What was seen of a call, which is over, that decides which of its LoRAs act."""
+    return SeenInCall(
+        arguments,
+        None if stack.holds_calls else frozenset(stack.ran),
+        frozenset(pipeline.of_role("text_encoder")),
+        frozenset(pipeline.of_role("denoiser")),
+        stack.steps,
+        stack.lora_changes,
+    )
 
 
 def with_outcome(call: CallFacts, pipeline: object, stack: StageStack) -> CallFacts:

@@ -6,8 +6,7 @@ an adapter's file, as download pages give it.
 """
 
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from sigmascope.integrations.diffusers.arguments import lora_scales
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.model_fingerprints import (
@@ -24,11 +22,10 @@ from sigmascope.probes.model_fingerprints import (
     begin_model_fingerprint,
     known,
     state_of,
-    told,
 )
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.module_tree import tree_of
-from sigmascope.probes.peft import adapter_states, adapters_of, number_for, read_adapters
+from sigmascope.probes.peft import adapter_states, adapters_of, number_for
 from sigmascope.probes.reading import Reading, attempt
 
 _ATTACHING: Final = "sigmascope.lora.apply"
@@ -138,7 +135,10 @@ def models_in(target: object) -> dict[str, nn.Module]:
 
 
 def loras_of(
-    pipeline: object, why_not: str | None = None, states: States | None = None
+    pipeline: object,
+    why_not: str | None = None,
+    states: States | None = None,
+    only: Collection[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The LoRAs that PEFT runs in a pipeline, by component and adapter, "unet.style", and those that `attach_lora` put on.
 
@@ -146,6 +146,7 @@ def loras_of(
         pipeline: What is made of components.
         why_not: Why weights must not be read; None: they may be.
         states: Of the components just now, if they are known.
+        only: Of which components; None: of all.
 
     Returns:
         Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
@@ -154,6 +155,8 @@ def loras_of(
     """
     loras: dict[str, dict[str, Any]] = {}
     for name, module in models_in(pipeline).items():
+        if only is not None and name not in only:
+            continue
         if getattr(module, "peft_config", None):
             loras |= {f"{name}.{adapter}": dict(facts) for adapter, facts in _adapters_of(module).items()}
             for adapter in adapters_in(module)["denoiser"]:
@@ -166,84 +169,8 @@ def loras_of(
                     )
                     lora["content"] = begun or known(Reading(None, why_not))
                     lora |= LORA_FILES.of(module, adapter)
-        loras |= _attached(name, module)
+        loras |= attached_loras(name, module)
     return loras
-
-
-def begin_idle_lora_findings(
-    pipeline: object, loras: Mapping[str, Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> Pending[list[dict[str, Any]]]:
-    """Why the LoRAs of a call do nothing, where none of them acts.
-
-    A LoRA that was on the pipeline before the watch began has no stage that could say so, nor has one that the call itself
-    scales to 0. Of LoRAs that run, the values are looked at once: zeros, or the same with strengths that sum to 0. An
-    accelerator is not waited for.
-
-    Args:
-        pipeline: What was called.
-        loras: As `loras_of` gives them.
-        arguments: Of the call, by name.
-    """
-    if not loras:
-        return Pending(list)
-    scaled = next((name for name, scale in lora_scales(arguments).items() if scale == 0), None)
-    acts = any(lora["active"] for lora in loras.values())
-    if acts and scaled is None and not _is_to_be_looked_at(loras):
-        return Pending(list)
-    # Only where a LoRA does nothing, or is new, is the code loaded that says why.
-    from sigmascope.stages.lora_findings import IdleChange, begin_all_idle, idle_findings
-    from sigmascope.stages.model_snapshot import ModelPatches
-
-    patches = read_adapters(pipeline).value or ()
-    attached = [lora for name, part in models_in(pipeline).items() for lora in _attached(name, part).values()]
-    idle: list[IdleChange] = []
-    begun: Pending[list[IdleChange]] | None = None
-    if not acts:
-        idle = [IdleChange(patch.key, f"lora_{patch.cause}") for patch in patches if patch.cause is not None]
-        layers = sum(lora["layers"] for lora in attached)
-        idle += [IdleChange(f"attached layer {layer}", "lora_strength_zero") for layer in range(layers)]
-    elif not any(lora["active"] for lora in attached):
-        acting = [patch for patch in patches if patch.state in ("lazy", "merged")]
-        if scaled and all(patch.state == "lazy" and patch.adapter_type in _SCALED for patch in acting):
-            idle = [IdleChange(patch.key, "lora_scaled_to_zero", scaled) for patch in acting]
-        else:
-            begun = begin_all_idle(ModelPatches(patches))
-
-    def told_of(idle: list[IdleChange]) -> list[dict[str, Any]]:
-        if acts and not idle:
-            _remember_acting(loras)
-        return [asdict(finding) for finding in idle_findings(idle)]
-
-    return (Pending(lambda: idle) if begun is None else begun).then(told_of)
-
-
-_ACTING: Final[dict[tuple[object, ...], None]] = {}
-"""States of a pipeline's LoRAs that were seen to act: they are not looked at again."""
-_MOST_STATES: Final = 100
-
-
-def _is_to_be_looked_at(loras: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether they were not seen to act; of what cannot be told apart later, nothing is looked at."""
-    contents: list[Content] = [lora["content"] for lora in loras.values()]
-    if not all(content.has_arrived() for content in contents):
-        return True
-    return all(told(content).value for content in contents) and _state_of(loras) not in _ACTING
-
-
-def _remember_acting(loras: Mapping[str, Mapping[str, Any]]) -> None:
-    _ACTING[_state_of(loras)] = None
-    while len(_ACTING) > _MOST_STATES:
-        del _ACTING[next(iter(_ACTING))]
-
-
-def _state_of(loras: Mapping[str, Mapping[str, Any]]) -> tuple[object, ...]:
-    return tuple(
-        (name, lora["strength"], lora["active"], told(lora["content"]).value) for name, lora in loras.items()
-    )
-
-
-_SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})
-"""Kinds that do nothing at scale 0."""
 
 
 _WHICH_ACT: Final = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters"})
@@ -295,7 +222,7 @@ _ATTACHED_CONTENT: "WeakKeyDictionary[Any, Content]" = WeakKeyDictionary()
 """Of each LoRA that is attached: its factors never change."""
 
 
-def _attached(component: str, module: nn.Module) -> dict[str, dict[str, Any]]:
+def attached_loras(component: str, module: nn.Module) -> dict[str, dict[str, Any]]:
     """What `attach_lora` put on a model, by the names of the files."""
     attaching = sys.modules.get(_ATTACHING)
     loras: dict[str, dict[str, Any]] = {}

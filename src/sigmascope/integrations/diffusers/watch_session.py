@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -39,6 +39,13 @@ OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
 STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", default=())
 """The stacks of this context, of all watches, the innermost last."""
+
+
+class LoraChange(NamedTuple):
+    """A LoRA method that was called during a pipeline's call, after this many of its steps."""
+
+    method: str
+    after_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +381,10 @@ class StageStack:
         most_calls_a_step: How often one denoiser was called for one step.
         size: Height and width of what was decoded.
         runs: How many calls of each encoder have stages.
+        ran: How often each text encoder was seen to run, and each denoiser whose denoising is over.
+        steps: How many steps were made in denoisings that are over.
+        lora_changes: The LoRA methods that were called during the call, each after how many steps.
+        holds_calls: Whether another pipeline was called in the call.
         is_guided: Whether the pipeline said, as the denoising began, that it guides without a classifier.
         is_moving: Whether weights are being moved.
         is_tiled: Whether the VAE was seen to work in tiles.
@@ -395,6 +406,10 @@ class StageStack:
         self.most_calls_a_step = 0
         self.size: tuple[int, int] | None = None
         self.runs: Counter[str] = Counter()
+        self.ran: Counter[str] = Counter()
+        self.steps = 0
+        self.lora_changes: list[LoraChange] = []
+        self.holds_calls = False
         self.is_guided: object = None
         self.is_moving = False
         self.is_tiled = False
@@ -449,6 +464,8 @@ class StageStack:
             if self.denoising is not None and stage is self.denoising.stage:
                 denoising, self.denoising = self.denoising, None
                 denoising.finish()
+                self.ran += denoising.calls
+                self.steps += denoising.steps
                 self.most_calls_a_step = max(self.most_calls_a_step, denoising.most_calls_a_step)
         except Exception as failure:  # noqa: BLE001 - what was measured is to be kept
             self.session.guard.switch_off("watch.denoiser", failure)
@@ -471,6 +488,11 @@ class StageStack:
             self.moved[stage] = (before + nanoseconds, times + 1)
         if self.denoising is not None:
             self.denoising.weights_moved(nanoseconds)
+
+    @property
+    def steps_over(self) -> int:
+        """How many steps are over."""
+        return self.steps + (0 if self.denoising is None else self.denoising.steps_over)
 
     def end_denoising(self) -> None:
         """Close the denoising, if any is open."""

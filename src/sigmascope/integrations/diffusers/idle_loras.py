@@ -1,0 +1,334 @@
+"""Why the LoRAs of a call do nothing in it, where none of them acts (`begin_idle_lora_findings`).
+
+A LoRA that was on the pipeline before the watch began has no stage that could say so, nor has one that the call itself
+leaves out: it scales the LoRA to 0, or what the LoRA is on does not run. A LoRA on a text encoder also acts through
+embeddings that were made with it before. `EMBEDDINGS` knows with which LoRAs the watched encodings of this process were
+made; of other embeddings the answer is that nobody knows.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from torch import Tensor
+
+from sigmascope.integrations.diffusers.arguments import given_embeddings, lora_scales
+from sigmascope.integrations.diffusers.recipe import Content, attached_loras, loras_of, models_in
+from sigmascope.integrations.diffusers.watch_session import LoraChange
+from sigmascope.monitor.hooks import ByIdentity
+from sigmascope.probes.copies import Pending
+from sigmascope.probes.model_fingerprints import told
+from sigmascope.probes.peft import read_adapters
+from sigmascope.probes.reading import attempt
+
+if TYPE_CHECKING:
+    from sigmascope.probes.applied_patch import AppliedPatch
+    from sigmascope.stages.lora_findings import IdleChange
+
+Loras = Mapping[str, Mapping[str, Any]]
+"""As `loras_of` gives them."""
+
+
+class SeenInCall(NamedTuple):
+    """What was seen of a call that decides which of its LoRAs act.
+
+    Attributes:
+        arguments: By name.
+        ran: The components that were seen at work; None: not known.
+        encoders: The names of its text encoders.
+        denoisers: The names of its denoisers.
+        steps: How many steps it made.
+        changes: What changed its LoRAs meanwhile.
+    """
+
+    arguments: Mapping[str, Any]
+    ran: Collection[str] | None = None
+    encoders: Collection[str] = ()
+    denoisers: Collection[str] = ()
+    steps: int = 0
+    changes: Sequence[LoraChange] = ()
+
+    def is_left_out(self, component: str) -> bool:
+        """Whether a component did not run, though others did its work or what it makes was given."""
+        if self.ran is None or component in self.ran:
+            return False
+        if component in self.denoisers:
+            return any(name in self.ran for name in self.denoisers)
+        return component in self.encoders and any(given_embeddings(self.arguments))
+
+
+class Encoding(NamedTuple):
+    """How embeddings were made: the contents of the LoRAs that acted on each encoder that ran.
+
+    `version` is the tensor's then: PyTorch counts what is written to it.
+    """
+
+    version: int
+    contents: Mapping[str, Sequence[Content]]
+
+
+class Embeddings:
+    """With which LoRAs embeddings were made, as far as any watch of this process has seen it."""
+
+    def __init__(self) -> None:
+        self._by_tensor: ByIdentity[Encoding] = ByIdentity()
+
+    def note(
+        self, pipeline: object, arguments: Mapping[str, Any], ran: Collection[str], made: object
+    ) -> None:
+        """Remember an encoding.
+
+        Args:
+            pipeline: Whose encoders ran.
+            arguments: Of `encode_prompt`. Of what it makes of given embeddings, or at a scale of 0, nothing is known.
+            ran: The components that ran.
+            made: The tensors that it returned, or lists of them.
+        """
+        if any(given_embeddings(arguments)) or arguments.get("lora_scale") == 0:
+            return
+        loras = loras_of(pipeline, only=ran)
+        contents = {name: [one["content"] for one in _active_on(name, loras).values()] for name in ran}
+        for tensor in _tensors_in(made):
+            version = _version(tensor)
+            if version is not None:
+                self._by_tensor.put(tensor, Encoding(version, contents))
+
+    def made_with(
+        self, loras: Loras, positive: Sequence[Tensor], negative: Sequence[Tensor]
+    ) -> Pending[bool | None]:
+        """Whether embeddings that a call was given were made with any of these LoRAs; None: nobody knows.
+
+        Args:
+            loras: Active ones, on components that did not run in the call.
+            positive: The prompt's embeddings.
+            negative: Those of the negative prompt, of which nobody knows whether they are used.
+        """
+        found = [(lora, self._contents_at(name, positive, negative)) for name, lora in loras.items()]
+        contents = [lora["content"] for lora, _ in found]
+        contents += [one for _, sides in found for side in sides for kept in side for one in kept or ()]
+
+        def tell() -> bool | None:
+            answers = [_is_in(lora["content"], *sides) for lora, sides in found]
+            return True if True in answers else None if None in answers else False
+
+        return Pending(tell, contents)
+
+    def _contents_at(self, lora: str, *sides: Sequence[Tensor]) -> list[list[Sequence[Content] | None]]:
+        component = component_of(lora)
+        return [[self._contents(tensor, component) for tensor in side] for side in sides]
+
+    def _contents(self, tensor: Tensor, component: str) -> Sequence[Content] | None:
+        """The LoRAs that acted on an encoder when a tensor was made; None: not known."""
+        known = self._by_tensor.get(tensor)
+        if known is None or known.version != _version(tensor):
+            return None
+        return known.contents.get(component)
+
+
+EMBEDDINGS: Final = Embeddings()
+
+
+def _is_in(
+    content: Content,
+    positive: Sequence[Sequence[Content] | None],
+    negative: Sequence[Sequence[Content] | None],
+) -> bool | None:
+    """Whether the embeddings were made with a LoRA; None: not known, or of some of them only."""
+    first, second = ({_was_among(content, kept) for kept in side} for side in (positive, negative))
+    if first == {True}:
+        return True
+    return False if first | second == {False} else None
+
+
+def _was_among(content: Content, kept: Sequence[Content] | None) -> bool | None:
+    if kept is None:
+        return None
+    own, others = told(content).value, [told(other).value for other in kept]
+    if own is None:
+        return False if not others else None
+    return True if own in others else None if None in others else False
+
+
+def _version(tensor: Tensor) -> int | None:
+    """None of an inference tensor, which counts nothing."""
+    return attempt(lambda: tensor._version).value
+
+
+def _tensors_in(made: object) -> Iterator[Tensor]:
+    if isinstance(made, Tensor):
+        yield made
+    elif isinstance(made, Mapping):
+        yield from _tensors_in([*made.values()])
+    elif isinstance(made, list | tuple):
+        for part in made:
+            yield from _tensors_in(part)
+
+
+def component_of(lora: str) -> str:
+    """The component that a LoRA is on: "unet" of "unet.style"."""
+    return lora.partition(".")[0]
+
+
+def _active_on(component: str, loras: Loras) -> Loras:
+    return {name: lora for name, lora in loras.items() if lora["active"] and component_of(name) == component}
+
+
+def begin_idle_lora_findings(
+    pipeline: object, loras: Loras, seen: SeenInCall
+) -> Pending[list[dict[str, Any]]]:
+    """Why the LoRAs of a call do nothing, where none of them acts, or why that is not known.
+
+    Of LoRAs that run, the values are looked at once: zeros, or the same with strengths that sum to 0. An accelerator is
+    not waited for. Where LoRAs were changed between two steps, the steps differ, and no verdict is on the whole call.
+
+    Args:
+        pipeline: What was called.
+        loras: As `loras_of` gives them now.
+        seen: Of the call, which is over.
+    """
+    changes = [change for change in seen.changes if change.after_step]
+    if changes:
+        return Pending(lambda: [_changed_in_call(changes, seen.steps)])
+    if not loras:
+        return Pending(list)
+    active = {name: lora for name, lora in loras.items() if lora["active"]}
+    left_out = {name: lora for name, lora in active.items() if seen.is_left_out(component_of(name))}
+    running = {name: lora for name, lora in active.items() if name not in left_out}
+    scaled = next((name for name, scale in lora_scales(seen.arguments).items() if scale == 0), None)
+    if running and scaled is None and not _is_to_be_looked_at(running):
+        return Pending(list)
+    # Only where a LoRA does nothing, or is new, is the code loaded that says why.
+    from sigmascope.stages.lora_findings import IdleChange, idle_findings
+
+    patches = read_adapters(pipeline).value or ()
+    silent = {component_of(name) for name in left_out}
+    at_work = [patch for patch in patches if component_of(patch.key) not in silent]
+    attached = [
+        (f"{name}.attached layer {layer}", lora["active"] > 0)
+        for name, part in models_in(pipeline).items()
+        for lora in attached_loras(name, part).values()
+        for layer in range(lora["layers"])
+    ]
+    switched_off = [
+        IdleChange(patch.key, f"lora_{patch.cause}") for patch in patches if patch.cause is not None
+    ]
+    switched_off += [IdleChange(key, "lora_strength_zero") for key, is_on in attached if not is_on]
+    on = [key for key, is_on in attached if is_on]
+    is_attached = any(component_of(key) not in silent for key in on)
+    runs = _begin_idle_at_work(at_work, scaled, is_attached=is_attached) if running else None
+    waits = _begin_idle_left_out(left_out, patches, on, seen) if left_out else None
+
+    def tell() -> list[dict[str, Any]]:
+        of_running = [] if runs is None else runs.result()
+        of_left_out = [] if waits is None else waits.result()
+        if running and not of_running:
+            _remember_acting(running)
+            return []
+        if left_out and not of_left_out:
+            return []
+        unknown = [change for change in of_left_out if change.cause == _UNKNOWN]
+        idle = unknown or [*of_running, *of_left_out, *([] if running else switched_off)]
+        return [asdict(finding) for finding in idle_findings(idle)]
+
+    return Pending(tell, [begun for begun in (runs, waits) if begun is not None])
+
+
+def _begin_idle_at_work(
+    patches: "Sequence[AppliedPatch]", scaled: str | None, *, is_attached: bool
+) -> "Pending[list[IdleChange]]":
+    """Why changes of components that ran do nothing; nothing if one may act.
+
+    Args:
+        patches: Those of PEFT on these components.
+        scaled: The argument that scales them to 0, if one does.
+        is_attached: Whether one of `attach_lora` is active there: it is neither looked at nor scaled by an argument.
+    """
+    from sigmascope.stages.lora_findings import IdleChange, begin_all_idle
+    from sigmascope.stages.model_snapshot import ModelPatches
+
+    if is_attached:
+        return Pending(list)
+    acting = [patch for patch in patches if patch.state in ("lazy", "merged")]
+    if scaled and all(patch.state == "lazy" and patch.adapter_type in _SCALED for patch in acting):
+        return Pending(lambda: [IdleChange(patch.key, "lora_scaled_to_zero", scaled) for patch in acting])
+    return begin_all_idle(ModelPatches(tuple(patches)))
+
+
+def _begin_idle_left_out(
+    left_out: Loras, patches: "Sequence[AppliedPatch]", attached: Sequence[str], seen: SeenInCall
+) -> "Pending[list[IdleChange]]":
+    """Why changes of components that did not run do nothing, or that it is not known; nothing if they act.
+
+    Args:
+        left_out: The active LoRAs on these components.
+        patches: Of the whole pipeline.
+        attached: The layers of the whole pipeline that `attach_lora` changes now.
+        seen: Of the call.
+    """
+    from sigmascope.stages.lora_findings import IdleChange, begin_all_idle
+    from sigmascope.stages.model_snapshot import ModelPatches
+
+    silent = {component_of(name) for name in left_out}
+    encoders = {name: lora for name, lora in left_out.items() if component_of(name) in seen.encoders}
+    of_encoders = {component_of(name) for name in encoders}
+    own = tuple(patch for patch in patches if component_of(patch.key) in silent)
+    keys = [patch.key for patch in own if patch.state in ("lazy", "merged")]
+    keys += [key for key in attached if component_of(key) in silent]
+    zeros = begin_all_idle(ModelPatches(own)) if own else Pending(list)
+    made_with = EMBEDDINGS.made_with(encoders, *given_embeddings(seen.arguments))
+
+    def tell() -> list[IdleChange]:
+        in_embeddings = made_with.result()
+        if zeros.result() or in_embeddings:
+            return zeros.result()
+        cause = _UNKNOWN if in_embeddings is None else "lora_not_in_embeddings"
+        return [
+            IdleChange(key, cause if component_of(key) in of_encoders else "lora_not_run", component_of(key))
+            for key in keys
+        ]
+
+    return Pending(tell, [zeros, made_with])
+
+
+def _changed_in_call(changes: Sequence[LoraChange], steps: int) -> dict[str, Any]:
+    from sigmascope.lora.verdict import verdict_finding
+
+    words = [
+        f"{change.method} after step {change.after_step} of {steps}"
+        + (", which acts from the next call on" if change.after_step >= steps else "")
+        for change in changes
+    ]
+    first = changes[0]
+    evidence = {"changes": len(changes), "method": first.method, "after_step": first.after_step}
+    return asdict(verdict_finding("lora_changed_in_call", evidence, first="; ".join(words)))
+
+
+_ACTING: Final[dict[tuple[object, ...], None]] = {}
+"""States of a pipeline's LoRAs that were seen to act: they are not looked at again."""
+_MOST_STATES: Final = 100
+
+
+def _is_to_be_looked_at(loras: Loras) -> bool:
+    """Whether they were not seen to act; of what cannot be told apart later, nothing is looked at."""
+    contents: list[Content] = [lora["content"] for lora in loras.values()]
+    if not all(content.has_arrived() for content in contents):
+        return True
+    return all(told(content).value for content in contents) and _state_of(loras) not in _ACTING
+
+
+def _remember_acting(loras: Loras) -> None:
+    _ACTING[_state_of(loras)] = None
+    while len(_ACTING) > _MOST_STATES:
+        del _ACTING[next(iter(_ACTING))]
+
+
+def _state_of(loras: Loras) -> tuple[object, ...]:
+    return tuple(
+        (name, lora["strength"], lora["active"], told(lora["content"]).value) for name, lora in loras.items()
+    )
+
+
+_UNKNOWN: Final = "lora_encoder_not_run"
+"""The finding that a LoRA on a text encoder may act through embeddings that were made elsewhere."""
+_SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})
+"""Kinds that do nothing at scale 0."""
