@@ -1,0 +1,201 @@
+"""Whether the LoRAs of a call acted in it, beside its picture: on what did not run, and changed while it ran."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.families import PROMPT, generate, make_pipeline
+from tests.families.family import FAMILIES
+from tests.families.loras import lora_state
+from torch import Tensor
+
+import sigmascope
+from sigmascope.records.run import Run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:No LoRA keys", "ignore:Already found a `peft_config`"),
+]
+EMBEDS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+NOT_IN_EMBEDDINGS, NOT_RUN = {"lora_not_in_embeddings"}, {"lora_encoder_not_run"}
+
+
+@torch.no_grad()
+def encode(pipeline: Any) -> dict[str, Any]:
+    """What a program gives a call in place of a prompt."""
+    if type(pipeline).__name__ == "FluxPipeline":
+        made = pipeline.encode_prompt(PROMPT, None, device="cpu", max_sequence_length=32)
+        return {"prompt": None, "prompt_embeds": made[0], "pooled_prompt_embeds": made[1]}
+    made = pipeline.encode_prompt(
+        PROMPT, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True
+    )
+    return {"prompt": None, "negative_prompt": None, **dict(zip(EMBEDS, made, strict=False))}
+
+
+def told(run: Run) -> set[str]:
+    """The findings on the calls."""
+    calls = [stage for stage in run.walk() if stage.name == "generation"]
+    return {finding["id"] for call in calls for finding in call.facts.get("idle_loras", ())}
+
+
+class Program:
+    """A pipeline with a LoRA on its text encoders, or on the denoiser too, loaded in a watch."""
+
+    def __init__(self, family: str, *, on_denoiser: bool = False) -> None:
+        self.family, self.pipeline = family, make_pipeline(family)
+        known = FAMILIES[family]
+        parts = (*known.lora_encoders, *([known.denoiser] if on_denoiser else ()))
+        self.lora = lora_state(self.pipeline, parts, size=0.3)
+        self.bare = self.picture(**encode(self.pipeline))
+
+    def picture(self, **given: Any) -> Tensor:
+        return generate(self.pipeline, self.family, num_inference_steps=1, **given)
+
+    def load(self) -> None:
+        self.pipeline.load_lora_weights(dict(self.lora))
+
+    def watched(self, **given: Any) -> tuple[bool, set[str]]:
+        """Whether the picture moved, and what a watch says of the call."""
+        with sigmascope.watch(self.pipeline) as watching:
+            moved = not torch.equal(self.picture(**given), self.bare)
+        return moved, told(watching.record())
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "flux"])
+def test_a_text_encoders_lora_acts_through_the_embeddings_that_were_made_with_it(family: str) -> None:
+    program = Program(family)
+    unwatched = encode(program.pipeline)
+    with sigmascope.watch(program.pipeline):
+        before = encode(program.pipeline)
+        program.load()
+        after = encode(program.pipeline)
+    assert program.watched(**before) == (False, NOT_IN_EMBEDDINGS)
+    assert program.watched(**after) == (True, set())
+    assert program.watched(**unwatched) == (False, NOT_RUN)
+    assert program.watched(**encode(program.pipeline)) == (True, NOT_RUN)  # outside of any watch
+    assert program.watched() == (True, set())  # the prompt itself
+    program.pipeline.set_adapters("default_0", 0.5)
+    assert program.watched(**after) == (True, set())
+
+
+def test_a_lora_that_is_on_the_denoiser_too_acts_with_any_embeddings() -> None:
+    program = Program("sd15", on_denoiser=True)
+    unwatched = encode(program.pipeline)
+    program.load()
+    assert program.watched(**unwatched) == (True, set())
+
+
+def test_of_a_denoisers_lora_that_the_call_scales_to_zero_the_encoders_part_may_act_through_embeddings() -> (
+    None
+):
+    program = Program("sd15", on_denoiser=True)
+    unwatched = encode(program.pipeline)
+    off = {"cross_attention_kwargs": {"scale": 0.0}}
+    with sigmascope.watch(program.pipeline):
+        before = encode(program.pipeline)
+        program.load()
+        after = encode(program.pipeline)
+    assert program.watched(**before, **off) == (False, NOT_IN_EMBEDDINGS | {"lora_scaled_to_zero"})
+    program.pipeline.set_adapters("default_0", 1.0)
+    assert program.watched(**after, **off) == (True, set())
+    program.pipeline.set_adapters("default_0", 1.0)
+    assert program.watched(**unwatched, **off) == (False, NOT_RUN)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda embeds: embeds | {"prompt_embeds": embeds["prompt_embeds"].clone()},
+        lambda embeds: embeds | {"prompt_embeds": embeds["prompt_embeds"].mul_(1.0)},
+    ],
+    ids=["a copy", "written to"],
+)
+def test_embeddings_that_were_changed_since_are_not_known(
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    program = Program("sd15")
+    program.load()
+    with sigmascope.watch(program.pipeline):
+        embeds = encode(program.pipeline)
+    assert program.watched(**change(embeds)) == (True, NOT_RUN)
+
+
+def test_a_lora_of_zeros_changes_nothing_through_any_embeddings() -> None:
+    program = Program("sd15")
+    program.lora = {name: factor * ("lora_A" in name) for name, factor in program.lora.items()}
+    program.load()
+    with sigmascope.watch(program.pipeline):
+        embeds = encode(program.pipeline)
+    for given in (embeds, encode(program.pipeline)):
+        assert program.watched(**given) == (False, {"lora_is_zero"})
+
+
+def test_embeddings_of_another_lora_are_not_this_ones() -> None:
+    program = Program("sd15")
+    other = lora_state(program.pipeline, ["text_encoder"], size=0.3, seed=1)
+    with sigmascope.watch(program.pipeline):
+        program.pipeline.load_lora_weights(other, adapter_name="other")
+        embeds = encode(program.pipeline)
+        program.pipeline.unload_lora_weights()
+        program.load()
+    _, found = program.watched(**embeds)
+    assert found == NOT_IN_EMBEDDINGS
+
+
+Act = Callable[[Any], object]
+
+
+def load(pipeline: Any) -> None:
+    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3), adapter_name="style")
+
+
+def in_step(act: Act, step: int) -> dict[str, Any]:
+    """Arguments of a call of three steps that does something after one of them."""
+
+    def callback(pipeline: Any, index: int, _timestep: object, held: dict[str, Any]) -> dict[str, Any]:
+        if index + 1 == step:
+            act(pipeline)
+        return held
+
+    return {"num_inference_steps": 3, "callback_on_step_end": callback}
+
+
+CHANGES: dict[str, tuple[Act, Act]] = {
+    "load_lora_weights": (lambda pipeline: None, load),
+    "set_adapters": (load, lambda pipeline: pipeline.set_adapters("style", 0.0)),
+    "disable_lora": (load, lambda pipeline: pipeline.disable_lora()),
+    "delete_adapters": (load, lambda pipeline: pipeline.delete_adapters("style")),
+    "unload_lora_weights": (load, lambda pipeline: pipeline.unload_lora_weights()),
+}
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("method", CHANGES)
+def test_a_change_between_steps_is_told_with_its_step_and_no_verdict_on_the_whole(
+    method: str, step: int
+) -> None:
+    before, act = CHANGES[method]
+    pictures = []
+    for is_changed in (False, True):
+        pipeline = make_pipeline("sd15")
+        before(pipeline)
+        with sigmascope.watch(pipeline) as watching:
+            call = in_step(act if is_changed else lambda pipeline: None, step)
+            pictures.append(generate(pipeline, "sd15", **call))
+    run = watching.record()
+    (stage,) = (stage for stage in run.walk() if stage.name == "lora_application")
+    assert (stage.facts["method"], stage.facts["after_step"]) == (method, step)
+    assert stage.facts["lora_application"]["effective"] is True
+    (found,) = (finding for finding in run.findings if finding.id.startswith("lora_"))
+    assert (found.id, found.severity) == ("lora_changed_in_call", "info")
+    assert f"{method} after step {step} of 3" in found.message
+    is_late = torch.equal(*pictures)  # the call did not feel it
+    assert is_late is (step == 3) is ("from the next call on" in found.message)
+
+
+def test_a_change_outside_of_calls_has_no_step() -> None:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as watching:
+        load(pipeline)
+    assert "after_step" not in watching.record().stage("lora_application").facts
