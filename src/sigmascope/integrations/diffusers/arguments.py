@@ -199,7 +199,7 @@ def given_embeddings(arguments: Mapping[str, Any]) -> tuple[list[Tensor], list[T
     for name, value in arguments.items():
         if _OF_PROMPTS in name and "mask" not in name:
             held = value if isinstance(value, list | tuple) else [value]
-            sides[name.startswith("negative")] += [one for one in held if isinstance(one, Tensor)]
+            sides[name.startswith("negative")].extend(one for one in held if isinstance(one, Tensor))
     return sides
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families import PROMPT, generate, make_pipeline
+from tests.families import generate, make_pipeline
 from tests.families.family import FAMILIES
 from tests.families.loras import lora_state
+from tests.families.pipelines import PROMPT
 from torch import Tensor
 
 import sigmascope
@@ -187,7 +188,7 @@ def test_a_change_between_steps_is_told_with_its_step_and_no_verdict_on_the_whol
     (stage,) = (stage for stage in run.walk() if stage.name == "lora_application")
     assert (stage.facts["method"], stage.facts["after_step"]) == (method, step)
     assert stage.facts["lora_application"]["effective"] is True
-    (found,) = (finding for finding in run.findings if finding.id.startswith("lora_"))
+    (found,) = (finding for finding in run.findings if finding.id.startswith("lora_changed"))
     assert (found.id, found.severity) == ("lora_changed_in_call", "info")
     assert f"{method} after step {step} of 3" in found.message
     is_late = torch.equal(*pictures)  # the call did not feel it
