@@ -60,6 +60,38 @@ def test_loras_that_act_at_the_end_have_a_line_with_their_strength(stages: tuple
     )
 
 
+def lora(share: float | None, **states: int) -> dict[str, Any]:
+    return {"states": states, "relative_change": share}
+
+
+def changed(loras: dict[str, Any]) -> Stage:
+    """A change of strengths of LoRAs, or one that took some off: by 0.15 of the weights."""
+    changes = {"relative_change": 0.15, "predicted": True}
+    facts = {"effective": True, "findings": [], "unet_weight_changes": changes, "clip_weight_changes": {}}
+    facts["unet_lora_patches"] = {"loras": loras}
+    return Stage("lora_application", 0.0, 0.1, facts={"lora_application": facts})
+
+
+@pytest.mark.parametrize(
+    ("loras", "words"),
+    [
+        ({"a": lora(0.05, lazy=9)}, "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."),
+        (
+            {"a": lora(0.05, lazy=9), "b": lora(0.2, merged=3, inactive=1), "c": lora(0.3, inactive=2)},
+            "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser.",
+        ),
+        ({"a": lora(None, lazy=9)}, "The LoRA acts."),
+        ({"a": lora(0.05, inactive=9), "b": lora(None, failed=1)}, None),
+        ({}, None),
+    ],
+    ids=["weaker", "two of three", "not measured", "switched off", "unloaded"],
+)
+def test_a_lora_acts_as_it_is_on_the_model_now_not_as_it_changed_last(
+    loras: dict[str, Any], words: str | None
+) -> None:
+    assert acting_lora(run_of(applied(True, share=0.2), changed(loras), call())) == words
+
+
 @pytest.mark.parametrize("stage", [applied(None), applied(False, REMARK), call()])
 def test_what_is_not_known_or_only_a_remark_is_no_sentence(stage: Stage) -> None:
     run = run_of(stage)

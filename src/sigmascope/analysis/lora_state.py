@@ -7,6 +7,8 @@ from sigmascope import units
 from sigmascope.records.run import IDLE_LORAS, Run
 
 _FACT = "lora_application"
+_IDLE = frozenset({"inactive", "failed"})
+"""States of changes that do nothing."""
 
 
 def idle_lora(run: Run) -> str | None:
@@ -56,23 +58,45 @@ def acting_lora(run: Run) -> str | None:
     ]
     if not analyses or analyses[-1].get("effective") is not True or idle_lora(run) is not None:
         return None
-    changes = {
-        name: held
+    sides = [
+        (name, changes, _mapping(analyses[-1].get(f"{side}_lora_patches")))
         for name, side in (("denoiser", "unet"), ("text encoders", "clip"))
-        if isinstance(held := analyses[-1].get(f"{side}_weight_changes"), Mapping)
-    }
-    sizes = [f"{_size(held)} in the {name}" for name, held in changes.items() if _size(held)]
+        if (changes := _mapping(analyses[-1].get(f"{side}_weight_changes")))
+    ]
+    is_on = any(_acting(patches) for _, _, patches in sides)
+    if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
+        return None  # the last change took it off
+    sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
     confirmed = sum(
-        check.get("result") == "confirmed" for held in changes.values() for check in _checks(held)
+        check.get("result") == "confirmed" for _, changes, _ in sides for check in _checks(changes)
     )
     words = f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "The LoRA acts."
     return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
 
 
-def _size(changes: Mapping[str, Any]) -> str | None:
-    """‖ΔW‖ beside ‖W‖, in words."""
-    share = changes.get("relative_change")
+def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The LoRAs of which some change acts, by name."""
+    loras = {name: _mapping(lora) for name, lora in _mapping(patches.get("loras")).items()}
+    return {name: lora for name, lora in loras.items() if not _IDLE.issuperset(_mapping(lora.get("states")))}
+
+
+def _size(changes: Mapping[str, Any], patches: Mapping[str, Any]) -> str | None:
+    """‖ΔW‖ of what is on a model now beside ‖W‖, in words: of each LoRA, or of what is in the weights."""
+    acting = _acting(patches)
+    if not acting:
+        return _percent(changes.get("relative_change"))
+    shares = {name: _percent(lora.get("relative_change")) for name, lora in acting.items()}
+    if len(shares) == 1:
+        return next(iter(shares.values()))
+    return ", ".join(f"{share} ({name})" for name, share in shares.items() if share) or None
+
+
+def _percent(share: object) -> str | None:
     return f"{100 * share:.2g} %" if isinstance(share, float) and 0.0 < share < float("inf") else None
+
+
+def _mapping(held: object) -> Mapping[str, Any]:
+    return held if isinstance(held, Mapping) else {}
 
 
 def _checks(changes: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

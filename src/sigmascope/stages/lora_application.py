@@ -48,6 +48,7 @@ from sigmascope.stages.lora_on_model import (
     names_of_all,
     patch_analysis,
     with_fused,
+    with_relative_changes,
 )
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
@@ -338,11 +339,14 @@ def _analyze_model(
     looks = look_again(before, model, model_type, patches)
     begun = _begin_weight_changes(looks)
     described = _safe_patch_analysis(patches)
+    weights, is_acting = _safe_weight_changes(looks, begun)
+    described["loras"] = with_relative_changes(described["loras"], patches, weights["keys_value_changed"])
     return ModelAnalysis(
         patches,
         looks,
         identity_changes(before, looks.after, is_same(before, model)),
-        *_safe_weight_changes(looks, begun),
+        weights,
+        is_acting,
         described,
         placement_changes(before, looks.after),
         _memory_change(part, model, looks.held, now),

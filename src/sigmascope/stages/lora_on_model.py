@@ -48,6 +48,7 @@ from sigmascope.stages.schema import (
     PatchDetails,
     SameTwice,
     SourceFacts,
+    ValueChange,
     as_dict,
 )
 from sigmascope.stages.signed_patches import Content, Contents, contents_of, key_of, signed_patches
@@ -360,8 +361,32 @@ def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[boo
         ranks=dict(sorted(Counter(patch.rank for patch in patches if patch.rank is not None).items())),
         strengths=sorted({patch.strength for patch in patches if patch.strength is not None}),
         delta_norm=Reading(root_sum_square(norms) if why is None else None, why),
+        relative_change=Reading(None, "the weights were not compared"),
         not_finite=[patch.key for patch in patches if finite[id(patch)].value is False],
     )
+
+
+def with_relative_changes(
+    loras: Mapping[str, SourceFacts], applied: ModelPatches, changes: Mapping[str, ValueChange]
+) -> dict[str, SourceFacts]:
+    """The facts of each LoRA with what it adds beside the weights that it is on, where all their norms are known.
+
+    Args:
+        loras: As `patch_analysis` gives them.
+        applied: Of which they are.
+        changes: Of the weights, by name.
+    """
+    by_source = applied.by_source()
+    found = dict(loras)
+    for name, facts in loras.items():
+        keys = {patch.key for patch in by_source.get(name, ())}
+        norms = [changes[key]["weight_norm"] for key in keys if key in changes]
+        known = [norm for norm in norms if norm is not None]
+        below = root_sum_square(known)
+        if facts["delta_norm"] is not None and len(known) == len(keys) and below > 0.0:
+            why = {one: reason for one, reason in facts["unavailable"].items() if one != "relative_change"}
+            found[name] = {**facts, "relative_change": facts["delta_norm"] / below, "unavailable": why}
+    return found
 
 
 def _are_finite(patches: Sequence[AppliedPatch]) -> dict[int, Reading[bool]]:

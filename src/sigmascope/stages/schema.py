@@ -395,7 +395,10 @@ class PatchDetails(TypedDict):
 
 
 class SourceFacts(TypedDict):
-    """One LoRA on the model, by its adapter's name or by order."""
+    """One LoRA on the model, by its adapter's name or by order.
+
+    `delta_norm` is ‖ΔW‖ of what it adds now, `relative_change` that beside ‖W‖ of the same weights.
+    """
 
     keys: int
     states: dict[str, int]
@@ -403,6 +406,7 @@ class SourceFacts(TypedDict):
     ranks: dict[int, int]
     strengths: list[float]
     delta_norm: float | None
+    relative_change: float | None
     not_finite: list[str]
     unavailable: dict[str, str]
 
