@@ -10,10 +10,10 @@ accelerator waits for it; what begins with `begin_` does not, and gives what has
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from operator import attrgetter, methodcaller
+from itertools import chain, compress
+from operator import attrgetter, call, is_, is_not, itemgetter, methodcaller
 from typing import Final
 
 import xxhash
@@ -166,7 +166,7 @@ def _kept(
 
 def _state_of(module: nn.Module) -> int:
     tree = tree_of(module)
-    tensors = [tensor for tensor in _tensors_in(tree) if tensor is not None]
+    tensors = _tensors_in(tree)
     try:
         versions = (*map(attrgetter("_version"), tensors),)
     except PROBE_ERRORS:  # inference tensors count nothing
@@ -175,17 +175,39 @@ def _state_of(module: nn.Module) -> int:
         "layers that merge", lambda: [place for place, own in enumerate(tree.own) if _MERGED in own]
     )
     merged = [(*map(str, tree.own[place].get(_MERGED) or ()),) for place in layers]
-    return hash(((*map(id, tensors),), versions, (*map(attrgetter("dtype"), tensors),), *merged))
+    return hash((_number_of(module, tensors), versions, (*map(attrgetter("dtype"), tensors),), *merged))
 
 
-def _tensors_in(tree: ModuleTree) -> Iterator[Tensor | None]:
+def _number_of(module: nn.Module, tensors: Sequence[Tensor]) -> int:
+    """Another number once one of a model's tensors is another object: a new one may get the `id` of one that is gone."""
+    references, number = _SEEN.get(module, ((), 0))
+    known = map(call, references)
+    if len(references) != len(tensors) or not all(map(is_, known, tensors)):
+        number += 1
+        _SEEN[module] = [*map(weakref.ref, tensors)], number
+    return number
+
+
+_SEEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Sequence[Callable[[], Tensor | None]], int]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _tensors_in(tree: ModuleTree) -> list[Tensor]:
     """All parameters and those buffers that a state dict has, without their names."""
-    parameters = [held for own in tree.own if (held := own.get("_parameters"))]
-    with_buffers = [own for own in tree.own if own.get("_buffers")]
-    yield from chain.from_iterable(map(methodcaller("values"), parameters))
-    for own in with_buffers:
+    try:
+        parameters, buffers = ([*map(itemgetter(name), tree.own)] for name in ("_parameters", "_buffers"))
+    except KeyError:  # a module that was never initialised
+        parameters, buffers = ([own.get(name) for own in tree.own] for name in ("_parameters", "_buffers"))
+    tensors = [*filter(_IS_SET, chain.from_iterable(map(methodcaller("values"), filter(None, parameters))))]
+    for own in compress(tree.own, buffers):
         transient = own.get("_non_persistent_buffers_set") or ()
-        yield from (buffer for name, buffer in own["_buffers"].items() if name not in transient)
+        held = ((name, buffer) for name, buffer in own["_buffers"].items() if name not in transient)
+        tensors += [buffer for _, buffer in held if buffer is not None]
+    return tensors
+
+
+_IS_SET: Final = partial(is_not, None)
 
 
 def _version(tensor: Tensor) -> int:

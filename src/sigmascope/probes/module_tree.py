@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Final, TypeVar
 
 from torch import nn
@@ -18,6 +18,8 @@ from torch import nn
 from sigmascope.probes.reading import PROBE_ERRORS
 
 _Derived = TypeVar("_Derived")
+_OWN: Final = operator.attrgetter("__dict__")
+_CHILDREN: Final = operator.itemgetter("_modules")
 _WORTH_KEEPING: Final = 64
 """Modules: fewer are walked as fast as they are compared."""
 
@@ -68,14 +70,15 @@ class _Outline:
         modules: list[Any] = [*map(operator.call, self.references)]
         if [*map(type, modules)] != self.kinds:
             return None
-        own = [*map(vars, modules)]
-        children = [held["_modules"] for held in own]
-        full = [*filter(None, children)]
-        is_same = (
-            [*map(len, children)] == self.counts
-            and [*map(id, chain.from_iterable(map(dict.values, full)))] == self.child_ids
-            and [*chain.from_iterable(full)] == self.child_names
-        )
+        own = [*map(_OWN, modules)]
+        children = [*map(_CHILDREN, own)]
+        counts = [*map(len, children)]
+        if counts != self.counts:
+            return None
+        full = [*compress(children, counts)]
+        is_same = [*map(id, chain.from_iterable(map(dict.values, full)))] == self.child_ids and [
+            *chain.from_iterable(full)
+        ] == self.child_names
         return ModuleTree(modules, self.names, own, self.derived) if is_same else None
 
 
