@@ -82,9 +82,10 @@ def changed(loras: dict[str, Any]) -> Stage:
         ),
         ({"a": lora(None, lazy=9)}, "The LoRA acts."),
         ({"a": lora(0.05, inactive=9), "b": lora(None, failed=1)}, None),
+        ({"a": {**lora(0.0, merged=9), "delta_norm": 0.0}}, None),
         ({}, None),
     ],
-    ids=["weaker", "two of three", "not measured", "switched off", "unloaded"],
+    ids=["weaker", "two of three", "not measured", "switched off", "fused at 0", "unloaded"],
 )
 def test_a_lora_acts_as_it_is_on_the_model_now_not_as_it_changed_last(
     loras: dict[str, Any], words: str | None

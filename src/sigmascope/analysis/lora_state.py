@@ -77,7 +77,11 @@ def acting_lora(run: Run) -> str | None:
 def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The LoRAs of which some change acts, by name."""
     loras = {name: _mapping(lora) for name, lora in _mapping(patches.get("loras")).items()}
-    return {name: lora for name, lora in loras.items() if not _IDLE.issuperset(_mapping(lora.get("states")))}
+    return {
+        name: lora
+        for name, lora in loras.items()
+        if not _IDLE.issuperset(_mapping(lora.get("states"))) and lora.get("delta_norm") != 0.0
+    }
 
 
 def _size(changes: Mapping[str, Any], patches: Mapping[str, Any]) -> str | None:

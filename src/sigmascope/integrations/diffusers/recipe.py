@@ -8,6 +8,7 @@ an adapter's file, as download pages give it.
 import sys
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from sigmascope.probes.model_fingerprints import (
 )
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.module_tree import tree_of
-from sigmascope.probes.peft import adapter_states, adapters_of, number_for
+from sigmascope.probes.peft import adapter_states, adapters_of, held_by, number_for
 from sigmascope.probes.reading import Reading, attempt
 
 _ATTACHING: Final = "sigmascope.lora.apply"
@@ -149,7 +150,7 @@ def loras_of(
         only: Of which components; None: of all.
 
     Returns:
-        Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
+        Of each the least and the largest `strength` of its layers (scale · rank / alpha, of rsLoRA scale · √rank / alpha; None: a layer keeps none), its
         number of `layers`, in how many of them it is `active` (not of strength 0) or merged, the hash of its `content`, and of its file the
         name and SHA-256 where these are known.
     """
@@ -208,7 +209,8 @@ def _add_lora_layer(adapters: dict[str, dict[str, Any]], layer: nn.Module) -> No
     standing = adapter_states(layer)
     for adapter in adapters_of(layer):
         scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
-        strength = scale if scale is None or not rank or not alpha else round(scale * rank / alpha, 6)
+        divisor = sqrt(rank) if rank and held_by(layer, "use_rslora", adapter) is True else rank
+        strength = scale if scale is None or not divisor or not alpha else round(scale * divisor / alpha, 6)
         lora = adapters.setdefault(adapter, {"strength": None, "layers": 0, "active": 0})
         if strength is not None:
             least, most = lora["strength"] or (strength, strength)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model, inject_adapter_in_model
 from tests.families import generate, make_pipeline
 from tests.integrations.diffusers.marks import left_behind
 from torch import nn
@@ -50,6 +50,32 @@ def test_an_adapter_that_is_made_is_a_stage(way: str, trained: bool) -> None:
     found = [(finding["id"], finding["severity"]) for finding in analysis["findings"]]
     assert found == ([] if trained else [("lora_untrained", "info")])
     assert left_behind() == []
+
+
+ZEROS = {
+    "lora_B": LoraConfig(r=2, target_modules=["to_q"]),
+    "hada_w2_b": LoHaConfig(r=2, target_modules=["to_q"]),
+    "lokr_w1": LoKrConfig(r=2, target_modules=["to_q"]),
+    "lora_B and lora_B.bias": LoraConfig(r=2, lora_bias=True, target_modules=["to_out.0"]),
+}
+"""What PEFT sets to zero of each kind before training."""
+
+
+@pytest.mark.parametrize("factor", ZEROS)
+def test_an_untrained_adapter_names_the_factor_that_is_zero(factor: str) -> None:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.unet.add_adapter(ZEROS[factor])
+    for name in factor.split(" and "):
+        module, _, bias = name.partition(".")
+        layers: list[Any] = [layer for layer in pipeline.unet.modules() if hasattr(layer, module)]
+        held = [getattr(layer, module)["default"] for layer in layers if "default" in getattr(layer, module)]
+        tensors = [one if isinstance(one, torch.Tensor) else getattr(one, bias or "weight") for one in held]
+        assert tensors
+        assert not any(tensor.any() for tensor in tensors)
+    (finding,) = run.stage("lora_application").facts["lora_application"]["findings"]
+    assert finding["id"] == "lora_untrained"
+    assert f": {factor} is zero in " in finding["message"]
 
 
 def test_a_text_encoders_adapter_is_its_own() -> None:

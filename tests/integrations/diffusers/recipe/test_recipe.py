@@ -237,6 +237,14 @@ def test_an_adapter_without_a_scale_that_is_off_is_a_finding(kind: str, options:
     assert found == ["lora_disabled"]
 
 
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_a_strength_is_told_without_the_scale_that_rank_and_alpha_give(use_rslora: bool) -> None:
+    pipeline = make_pipeline("sd15")
+    config = peft.LoraConfig(r=16, lora_alpha=8, use_rslora=use_rslora, target_modules=["to_q"])
+    pipeline.unet.add_adapter(config, "style")
+    assert loras_of(pipeline)["unet.style"]["strength"] == (1.0, 1.0)
+
+
 def test_a_call_that_scales_its_lora_to_zero_is_a_finding(tmp_path: Path, unwatched: Tensor) -> None:
     pipeline = make_pipeline("sd15")
     pipeline.load_lora_weights(str(lora_file(tmp_path, seed=1)), adapter_name="style")
