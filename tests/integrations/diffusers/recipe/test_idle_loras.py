@@ -144,6 +144,23 @@ def test_embeddings_of_another_lora_are_not_this_ones() -> None:
     assert found == NOT_IN_EMBEDDINGS
 
 
+@pytest.mark.parametrize("boundary", [0.0, 2.0])
+def test_a_lora_on_the_one_of_two_denoisers_that_does_not_run_changes_nothing(boundary: float) -> None:
+    pipeline = make_pipeline("wan")
+    second = type(pipeline.transformer).from_config(pipeline.transformer.config).eval()
+    pipeline.register_modules(transformer_2=second)
+    pipeline.register_to_config(boundary_ratio=boundary)  # 0: the first makes all steps, 2: the second
+    bare = generate(pipeline, "wan", num_inference_steps=1)
+    state = lora_state(pipeline, ["transformer"], size=0.3, only="attn")
+    pipeline.load_lora_weights(state, load_into_transformer_2=True)
+    with sigmascope.watch(pipeline) as watching:
+        moved = not torch.equal(generate(pipeline, "wan", num_inference_steps=1), bare)
+    run = watching.record()
+    ran = run.stage("denoising").facts["denoiser_calls"]
+    assert moved is ("transformer_2" in ran)
+    assert told(run) == (set() if moved else {"lora_not_run"})
+
+
 Act = Callable[[Any], object]
 
 
@@ -171,8 +188,9 @@ CHANGES: dict[str, tuple[Act, Act]] = {
 }
 
 
-@pytest.mark.parametrize("step", [2, 3])
-@pytest.mark.parametrize("method", CHANGES)
+@pytest.mark.parametrize(
+    ("method", "step"), [*((method, 2) for method in CHANGES), ("load_lora_weights", 3), ("disable_lora", 3)]
+)
 def test_a_change_between_steps_is_told_with_its_step_and_no_verdict_on_the_whole(
     method: str, step: int
 ) -> None:
