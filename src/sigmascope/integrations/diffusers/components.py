@@ -314,13 +314,18 @@ class LoraObserver(Observer):
         stack = self.session.stack_here(None if is_model else target)
         if stack is None or stack.is_in(LORA_STAGE):
             return None
+        if stack.pipeline_id is None and stack.denoising is not None:
+            end_complete_denoising(stack)
+            if stack.denoising is None:
+                stack.end_loop()
         guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
         with self.session.own_work():
             seen = guard.read("watch.lora", lambda: self._seen_before(target, path))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
-        after_step = None if stack.pipeline_id is None else stack.steps_over
+        is_in_call = stack.pipeline_id is not None or stack.leave_loop is not None
+        after_step = stack.steps_over if is_in_call else None
 
         def after(result: object, error: BaseException | None) -> None:
             stack.leave(stage, error)

@@ -20,6 +20,7 @@ from sigmascope.probes.copies import Pending
 from sigmascope.probes.model_fingerprints import told
 from sigmascope.probes.peft import read_adapters
 from sigmascope.probes.reading import attempt
+from sigmascope.records.run import JsonScalar
 
 if TYPE_CHECKING:
     from sigmascope.probes.applied_patch import AppliedPatch
@@ -299,7 +300,11 @@ def _changed_in_call(changes: Sequence[LoraChange], steps: int) -> dict[str, Any
         for change in changes
     ]
     first = changes[0]
-    evidence = {"changes": len(changes), "method": first.method, "after_step": first.after_step}
+    evidence: dict[str, JsonScalar] = {
+        "changes": len(changes),
+        "method": first.method,
+        "after_step": first.after_step,
+    }
     return asdict(verdict_finding("lora_changed_in_call", evidence, first="; ".join(words)))
 
 

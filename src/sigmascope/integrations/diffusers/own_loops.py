@@ -38,6 +38,7 @@ from sigmascope.integrations.diffusers.components import (
     first_tensor,
 )
 from sigmascope.integrations.diffusers.denoising import Denoising, number_of
+from sigmascope.integrations.diffusers.idle_loras import SeenInCall
 from sigmascope.integrations.diffusers.pipeline_call import (
     DENOISING,
     GENERATION,
@@ -624,6 +625,7 @@ class OwnLoopObserver(Observer):
         stack.runs.clear()
         stack.loop = own
         stack.leave_loop = partial(self._end, stack)
+        stack.steps, stack.lora_changes = 0, []
         return own
 
     def _end(self, stack: StageStack, error: BaseException | None = None, *, is_now: bool = False) -> None:
@@ -677,7 +679,8 @@ class OwnLoopObserver(Observer):
             stage.fact("pipeline", replace(facts, class_name=OWN_LOOP))
         calls = self.session.observer(CallObserver)
         why_not = None if error is None else "the loop failed"
-        read("watch.recipe", lambda: calls._tell_recipe(stage, OwnParts(parts), {}, [], why_not))
+        seen = SeenInCall({}, steps=stack.steps, changes=stack.lora_changes)
+        read("watch.recipe", lambda: calls._tell_recipe(stage, OwnParts(parts), seen, [], why_not))
         self.session.recorder.settle()
 
 

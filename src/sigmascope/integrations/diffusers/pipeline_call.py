@@ -137,8 +137,8 @@ class CallObserver(Observer):
             if facts is not None:
                 stage.fact("pipeline", facts)
             why_not = FAILED if error is not None else INSIDE if call_around is not None else None
-            seen = seen_in(stack, arguments, facts or PipelineFacts("unknown"))
-            self._tell_recipe(stage, pipeline, seen, states or [], why_not)
+            seen_in_call = seen_in(stack, arguments, facts or PipelineFacts("unknown"))
+            self._tell_recipe(stage, pipeline, seen_in_call, states or [], why_not)
             self._tell_prompts(stage, prompts or {})
             seeds = seeds_of(arguments)
             if seeds:

@@ -218,3 +218,23 @@ def test_a_change_outside_of_calls_has_no_step() -> None:
     with sigmascope.watch(pipeline) as watching:
         load(pipeline)
     assert "after_step" not in watching.record().stage("lora_application").facts
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_change_between_the_steps_of_an_own_loop_is_told_and_one_after_it_is_not_in_it(step: int) -> None:
+    pipeline = make_pipeline("sd15")
+    load(pipeline)
+    unet, scheduler = pipeline.unet, pipeline.scheduler
+    words = torch.zeros(1, 77, unet.config.cross_attention_dim)
+    with sigmascope.watch(pipeline) as watching, torch.no_grad():
+        latent = torch.ones(1, unet.config.in_channels, 8, 8)
+        scheduler.set_timesteps(3)
+        for place, timestep in enumerate(scheduler.timesteps, 1):
+            noise = unet(latent, timestep, words).sample
+            latent = scheduler.step(noise, timestep, latent).prev_sample
+            if place == step:
+                pipeline.disable_lora()
+    run = watching.record()
+    assert told(run) == ({"lora_changed_in_call"} if step == 2 else set())
+    (stage,) = (stage for stage in run.walk() if stage.name == "lora_application")
+    assert stage.facts.get("after_step") == (2 if step == 2 else None)
