@@ -324,8 +324,9 @@ class LoraObserver(Observer):
             seen = guard.read("watch.lora", lambda: self._seen_before(target, path))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
-        is_in_call = stack.pipeline_id is not None or stack.leave_loop is not None
-        after_step = stack.steps_over if is_in_call else None
+        after_step = None if stack.denoising is None else stack.denoising.steps_over
+        if stack.pipeline_id is not None or stack.leave_loop is not None:
+            after_step = stack.steps_over
 
         def after(result: object, error: BaseException | None) -> None:
             stack.leave(stage, error)

@@ -226,7 +226,7 @@ def test_a_change_between_the_steps_of_an_own_loop_is_told_and_one_after_it_is_n
     load(pipeline)
     unet, scheduler = pipeline.unet, pipeline.scheduler
     words = torch.zeros(1, 77, unet.config.cross_attention_dim)
-    with sigmascope.watch(pipeline) as watching, torch.no_grad():
+    with sigmascope.watch() as watching, torch.no_grad():
         latent = torch.ones(1, unet.config.in_channels, 8, 8)
         scheduler.set_timesteps(3)
         for place, timestep in enumerate(scheduler.timesteps, 1):
@@ -235,6 +235,6 @@ def test_a_change_between_the_steps_of_an_own_loop_is_told_and_one_after_it_is_n
             if place == step:
                 pipeline.disable_lora()
     run = watching.record()
-    assert told(run) == ({"lora_changed_in_call"} if step == 2 else set())
+    assert ("lora_changed_in_call" in told(run)) is (step == 2)
     (stage,) = (stage for stage in run.walk() if stage.name == "lora_application")
     assert stage.facts.get("after_step") == (2 if step == 2 else None)
