@@ -314,7 +314,8 @@ class LoraObserver(Observer):
         stack = self.session.stack_here(None if is_model else target)
         if stack is None or stack.is_in(LORA_STAGE):
             return None
-        if stack.pipeline_id is None and stack.denoising is not None:
+        was_denoising = stack.denoising is not None
+        if stack.pipeline_id is None and was_denoising:
             end_complete_denoising(stack)
             if stack.denoising is None:
                 stack.end_loop()
