@@ -90,7 +90,7 @@ def test_a_folder_that_is_no_comfyui_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_loader_never_stops_comfyui(comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = ModuleType("sigmascope.integrations.comfyui.session")  # without what the loader asks of it
+    broken = ModuleType("sigmascope.integrations.comfyui.loader")  # without what the loader asks of it
     monkeypatch.setitem(sys.modules, broken.__name__, broken)
     names: dict[str, object] = {}
     exec((node_pack.install(comfyui) / "__init__.py").read_text(), names)

@@ -1,6 +1,6 @@
 """The folder in ComfyUI's `custom_nodes` that begins the watch with each start: put there, taken away, looked at.
 
-It holds a loader of a few lines and the description that ComfyUI-Manager reads. It has no node.
+It holds a loader of a few lines and the description that ComfyUI-Manager reads. Nodes and scripts are in the package.
 """
 
 import json
@@ -22,12 +22,12 @@ _LOADER: Final = f'''{_MARK}
 
 import logging
 
-NODE_CLASS_MAPPINGS = {{}}
+NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, WEB_DIRECTORY = {{}}, {{}}, None
 
 try:
-    from sigmascope.integrations.comfyui.session import start
+    from sigmascope.integrations.comfyui.loader import load
 
-    start()
+    NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, WEB_DIRECTORY = load()
 except Exception as failure:
     logging.warning("sigmascope: prompts are not watched (%s: %s)", type(failure).__name__, failure)
 '''

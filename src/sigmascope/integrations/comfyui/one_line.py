@@ -13,10 +13,11 @@ _LEAST_SHARE = 0.01
 
 def line_of(run: Run) -> str:
     """Such as "12.4 s, 71 % KSampler, peak 9.8 GB in VAEDecode (tiled fallback), LoRA x: 0 of 264 modules used"."""
-    return printable(", ".join(_parts(run)))
+    return printable(", ".join(parts_of_line(run)))
 
 
-def _parts(run: Run) -> Iterator[str]:
+def parts_of_line(run: Run) -> Iterator[str]:
+    """What the line consists of; the first is the prompt's time."""
     facts, nodes = run.facts[COMFYUI], [stage for stage in run.walk() if NODE in stage.facts]
     yield seconds(run.seconds)
     own = Counter[str]()
@@ -52,13 +53,17 @@ def _peak(run: Run, nodes: list[Stage]) -> str | None:
     whole = run.peak()
     device = whole.busiest_device()
     known = [
-        (
-            (stage.peak.rss_bytes if device is None else stage.peak.accelerator(device).allocated_bytes) or 0,
-            stage.name,
-        )
+        (peak_bytes(stage, device) or 0, stage.name)
         for stage in nodes
-        if stage.peak is not None and not any(NODE in child.facts for child in stage.children)
+        if not any(NODE in child.facts for child in stage.children)
     ]
     if not known or (highest := max(known))[0] == 0:
         return None
     return f"peak {format_size(highest[0])}{' of RAM' if device is None else ''} in {highest[1]}"
+
+
+def peak_bytes(stage: Stage, device: str | None) -> int | None:
+    """The peak inside a stage, of a device's allocated memory, or of the process's RAM for no device."""
+    if stage.peak is None:
+        return None
+    return stage.peak.rss_bytes if device is None else stage.peak.accelerator(device).allocated_bytes

@@ -1,8 +1,13 @@
 """The instrument that hears of each prompt's beginning and end."""
 
+from collections.abc import Mapping
+from typing import Any, Final
+
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
+
+_LONGEST_ID: Final = 100
 
 
 class Prompts(Instrument):
@@ -18,11 +23,21 @@ class Prompts(Instrument):
 
     def _begins(self, call: Call) -> None:
         self.session.begin(str(call.get("prompt_id")), call.get("prompt"))
+        if (prompt := self.session.prompt) is not None:
+            prompt.facts["workflow"] = _workflow_of(call.get("extra_data"))
 
     def _ends(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
         executor = call.get("self")
         messages = getattr(executor, "status_messages", ())
         self.session.end(str(call.get("prompt_id")), messages, error)
+
+
+def _workflow_of(extra_data: Any) -> str | None:
+    """The id of the workflow that the browser posted the prompt from; None: it was posted otherwise."""
+    found = extra_data
+    for name in ("extra_pnginfo", "workflow", "id"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, str) and len(found) <= _LONGEST_ID else None
 
 
 INSTRUMENT = Prompts

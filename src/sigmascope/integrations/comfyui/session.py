@@ -46,7 +46,8 @@ KEPT: Final = 50
 """So many records of prompts stay, the last ones."""
 STATUS_FILE: Final = "status.json"
 """Beside the records: what the last start found."""
-_PATTERN: Final = "sigmascope-prompt-*.json"
+PATTERN: Final = "sigmascope-prompt-*.json"
+"""Of the records' files: sorted by name, they are sorted by time."""
 _LAST_IN_MEMORY: Final = 20
 _LONGEST_WAIT_SECONDS: Final = 10.0
 
@@ -72,6 +73,7 @@ class Session:
         instruments: All of them, on or off.
         last: The last records, the newest at the end.
         prompts: How many were recorded.
+        listeners: Told of each record once it is kept, on a thread of ours, with its file if it has one.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Session:
         self._work: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.prompts = 0
+        self.listeners: list[Callable[[Run, Path | None], None]] = []
         self._costs: dict[str, tuple[int, int]] = {}
         self.instruments: list[Instrument] = [kind(self) for kind in kinds()]
 
@@ -184,13 +187,17 @@ class Session:
         _log.info("sigmascope: %s", line_of(run))
         if self._keeps:
             keep(run, "comfyui", lambda line: _log.warning("sigmascope: %s", line))
+        path = None
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             started = datetime.fromisoformat(run.started_at).strftime("%Y%m%d-%H%M%S-%f")
-            run.save(self.folder / f"sigmascope-prompt-{started}-{run.facts[COMFYUI]['prompt_id'][:8]}.json")
+            path = self.folder / f"sigmascope-prompt-{started}-{run.facts[COMFYUI]['prompt_id'][:8]}.json"
+            run.save(path)
             with suppress(OSError):
-                for old in sorted(self.folder.glob(_PATTERN))[:-KEPT]:
+                for old in sorted(self.folder.glob(PATTERN))[:-KEPT]:
                     old.unlink()
+        for listener in self.listeners:
+            listener(run, path)
 
     def status(self) -> Status:
         """What is on, what is off and why."""
@@ -237,6 +244,11 @@ def start(
             return None
         _session = session
         atexit.register(stop)
+    return _session
+
+
+def current() -> Session | None:
+    """The session that `start` began, while it lasts."""
     return _session
 
 

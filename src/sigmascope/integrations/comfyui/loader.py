@@ -1,0 +1,57 @@
+"""What the folder in `custom_nodes` asks for when ComfyUI starts: the watch, the part in the browser, and the nodes.
+
+Each is begun by itself. One that cannot begin is left out with a line in the log, and takes none of the others with it.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from sigmascope.integrations.comfyui import session
+from sigmascope.probes.reading import describe
+
+_log = logging.getLogger("sigmascope")
+_WEB: Final = Path(__file__).parent / "web"
+T = TypeVar("T")
+
+
+class Pack(NamedTuple):
+    """What ComfyUI takes from a folder in `custom_nodes`.
+
+    Attributes:
+        nodes: Classes of nodes, by the name that workflows have for them.
+        titles: Their titles, by the same name.
+        web: The folder of the scripts that its page loads; None: it loads none.
+    """
+
+    nodes: dict[str, type]
+    titles: dict[str, str]
+    web: str | None
+
+
+def load() -> Pack:
+    """Begin, and say what there is for ComfyUI. With `SIGMASCOPE=0` there are only nodes, so that workflows load."""
+    watching = session.start()
+    web = None if watching is None else _or_none("the page shows no prompts", lambda: _serve(watching))
+    nodes, titles = _or_none("nodes are missing", _nodes) or ({}, {})
+    return Pack(nodes, titles, web)
+
+
+def _serve(watching: session.Session) -> str:
+    from sigmascope.integrations.comfyui.routes import serve, server_here
+
+    serve(watching, server_here())
+    return str(_WEB)
+
+
+def _nodes() -> tuple[dict[str, Any], dict[str, str]]:
+    return {}, {}
+
+
+def _or_none(missing: str, begin: Callable[[], T]) -> T | None:
+    try:
+        return begin()
+    except Exception as failure:  # noqa: BLE001 - ComfyUI goes on without it
+        _log.warning("sigmascope: %s (%s)", missing, describe(failure))
+        return None
