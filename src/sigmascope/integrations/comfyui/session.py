@@ -197,7 +197,10 @@ class Session:
                 for old in sorted(self.folder.glob(PATTERN))[:-KEPT]:
                     old.unlink()
         for listener in self.listeners:
-            listener(run, path)
+            try:
+                listener(run, path)
+            except Exception as failure:  # noqa: BLE001 - the others are to hear of it all the same
+                _log.warning("sigmascope: %s was not shown (%s)", run.name, describe(failure))
 
     def status(self) -> Status:
         """What is on, what is off and why."""
