@@ -183,9 +183,7 @@ def _worst(marks: "Iterator[Mark] | Sequence[Mark]") -> Mark:
     return max(marks, key=_ORDER.index, default="good")
 
 
-def _node_view(
-    node: Mapping[str, Any], stage: Stage | None, run: Run, device: str | None
-) -> dict[str, Any]:
+def _node_view(node: Mapping[str, Any], stage: Stage | None, run: Run, device: str | None) -> dict[str, Any]:
     mark, reasons = _mark_of(node, stage)
     peak = None if stage is None else peak_bytes(stage, device)
     return {

@@ -6,7 +6,7 @@ Each is begun by itself. One that cannot begin is left out with a line in the lo
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from sigmascope.integrations.comfyui import session
 from sigmascope.probes.reading import describe
@@ -34,7 +34,7 @@ def load() -> Pack:
     """Begin, and say what there is for ComfyUI. With `SIGMASCOPE=0` there are only nodes, so that workflows load."""
     watching = session.start()
     web = None if watching is None else _or_none("the page shows no prompts", lambda: _serve(watching))
-    nodes, titles = _or_none("nodes are missing", _nodes) or ({}, {})
+    nodes, titles = _or_none("nodes are missing", lambda: _nodes(watching)) or ({}, {})
     return Pack(nodes, titles, web)
 
 
@@ -45,8 +45,12 @@ def _serve(watching: session.Session) -> str:
     return str(_WEB)
 
 
-def _nodes() -> tuple[dict[str, Any], dict[str, str]]:
-    return {}, {}
+def _nodes(watching: session.Session | None) -> tuple[dict[str, type], dict[str, str]]:
+    from sigmascope.integrations.comfyui.nodes import NODES, write_wanted_reports
+
+    if watching is not None:
+        watching.listeners.append(write_wanted_reports)
+    return dict(NODES), {name: node.TITLE for name, node in NODES.items()}
 
 
 def _or_none(missing: str, begin: Callable[[], T]) -> T | None:

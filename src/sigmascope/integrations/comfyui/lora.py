@@ -87,7 +87,7 @@ class Lora(Instrument):
         kept = {what: weakref.ref(model) for what, model in models.items() if model is not None}
         shown = name if isinstance(name, str) else "(unnamed)"
         self._applied.append(
-            _Application(node, kept, _path(name), shown, _leads_nowhere(prompt, node, kinds))
+            _Application(node, kept, path_of(name), shown, _leads_nowhere(prompt, node, kinds))
         )
 
     def at_the_end(self, prompt: PromptRecording) -> None:
@@ -100,15 +100,16 @@ class Lora(Instrument):
             elif not models.keys() & {"unet", "clip"}:
                 verdict = {"effective": None, "reason": _NO_MODEL}
             else:
-                verdict, analysis = _judge(models, one.path, one.leads_nowhere)
+                verdict, analysis = judge(models, one.path, one.leads_nowhere)
                 own = one.node.facts.setdefault(one.node.class_type, {})
                 analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
                 own.update(analysis)
-            verdict["says"] = f"{one.name}: {_in_words(verdict)}"
+            verdict["says"] = f"{one.name}: {in_words(verdict)}"
             one.node.add(VERDICTS, {"lora": one.name, **verdict})
 
 
-def _path(name: Any) -> str | None:
+def path_of(name: Any) -> str | None:
+    """The file of a LoRA as a loader names it; None: it is not there."""
     folders = sys.modules.get("folder_paths")
     if folders is None or not isinstance(name, str):
         return None
@@ -133,10 +134,16 @@ def _leads_nowhere(prompt: PromptRecording, node: NodeWatch, kinds: Sequence[Any
     )
 
 
-def _judge(
+def judge(
     models: Mapping[str, Any], path: str | None, leads_nowhere: frozenset[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The verdict in short, and the analysis that it is taken from."""
+    """The verdict in short, and the analysis that it is taken from.
+
+    Args:
+        models: "unet" and "clip", as far as there are any, and the same as they were "unet before" and "clip before".
+        path: The LoRA's file, if it is known.
+        leads_nowhere: "denoiser" or "text encoder", where the loader gives it to no other node.
+    """
     keys: Literal["lora", "none"] = "lora" if path else "none"
     baseline = capture_lora_baseline(models.get("unet before"), models.get("clip before"), path, keys=keys)
     unet, clip = models.get("unet"), models.get("clip")
@@ -203,7 +210,7 @@ def _gravest(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return sorted(grave, key=is_about_a_part) if analysis["effective"] is False else grave
 
 
-def _in_words(verdict: Mapping[str, Any]) -> str:
+def in_words(verdict: Mapping[str, Any]) -> str:
     """Such as "16 of 17 modules used; 1 of 17 modules has a name that …"."""
     if verdict["effective"] is None:
         return f"unknown ({verdict['reason'] or 'nothing was read'})"
