@@ -200,10 +200,10 @@ class Host:
     def _set(self, module: str, **names: Any) -> None:
         vars(self.modules[module]).update(names)
 
-    def prompt(self, graph: Graph, prompt_id: str = "prompt-1") -> Any:
+    def prompt(self, graph: Graph, prompt_id: str = "prompt-1", extra_data: Any = None) -> Any:
         """Run a graph to its end, and give the executor."""
         executor = self.module("execution").PromptExecutor()
-        asyncio.run(executor.execute_async(graph, prompt_id, {}, []))
+        asyncio.run(executor.execute_async(graph, prompt_id, extra_data or {}, []))
         return executor
 
     async def run_prompt(self, executor: Any, graph: Graph, prompt_id: str) -> None:

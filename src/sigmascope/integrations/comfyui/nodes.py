@@ -46,7 +46,7 @@ class LoraVerdictNode:
     RETURN_NAMES: ClassVar = ("model", "verdict", "clip")
 
     @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802 - the name is ComfyUI's
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         return {
             "required": {"model": ("MODEL", {"tooltip": "After the LoRA loaders."})},
@@ -75,7 +75,7 @@ class TensorDumpNode:
     OUTPUT_NODE: ClassVar = True
 
     @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802 - the name is ComfyUI's
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         return {
             "required": {
@@ -115,12 +115,12 @@ class ReportNode:
     OUTPUT_NODE: ClassVar = True
 
     @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802 - the name is ComfyUI's
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         return {"required": {"name": ("STRING", {"default": "sigmascope/report"})}}
 
     @classmethod
-    def IS_CHANGED(cls, **_: Any) -> float:  # noqa: N802 - the name is ComfyUI's
+    def IS_CHANGED(cls, **_: Any) -> float:
         """Each prompt has a report of its own. NaN equals nothing, so that the node runs each time."""
         return float("nan")
 
