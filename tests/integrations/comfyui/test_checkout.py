@@ -66,13 +66,15 @@ def python() -> str:
 
 
 @contextmanager
-def serving(base: Path, **variables: str) -> Iterator[Server]:
-    """Start the checkout's server, and end it."""
+def serving(base: Path, pages: Path | None = None, **variables: str) -> Iterator[Server]:
+    """Start the checkout's server, with the pages of a frontend if one is given, and end it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    records, pages = base / f"records-{port}", base / "pages"
-    pages.mkdir(exist_ok=True)
+    records = base / f"records-{port}"
+    if pages is None:
+        pages = base / "pages"
+        pages.mkdir(exist_ok=True)
     words = [
         python(),
         str(Path(os.environ[VARIABLE]) / "main.py"),

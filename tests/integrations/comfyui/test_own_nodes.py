@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.comfy_shapes.adapters import lora_adapter
-from tests.comfy_shapes.modules import Q, BaseModel
+from tests.comfy_shapes.modules import BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
 from tests.integrations.comfyui.conftest import Watch
 from tests.integrations.comfyui.host import Host, Node, latent
@@ -153,7 +153,7 @@ def test_a_name_outside_of_the_output_folder_writes_nothing_and_fails_nothing(
 
 def test_a_report_is_no_number_that_equals_itself_so_that_its_node_runs_each_time() -> None:
     changed = ReportNode.IS_CHANGED(name="x")
-    assert changed != changed  # noqa: PLR0124 - that is NaN
+    assert changed != changed
 
 
 def test_without_a_watch_a_report_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
