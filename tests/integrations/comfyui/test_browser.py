@@ -7,6 +7,8 @@
 import os
 import re
 import shutil
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,11 @@ from typing import Any
 
 import pytest
 from tests.comfy_shapes.checkout import VARIABLE, why_not
-from tests.integrations.comfyui.test_checkout import Server, base, graph, serving
+from tests.integrations.comfyui.test_checkout import Server, base, graph, node, serving
+
+import sigmascope
+from sigmascope.records.run import Run
+from sigmascope.units import format_size, seconds
 
 __all__ = ["base"]  # a fixture
 
@@ -74,6 +80,9 @@ class Page:
 
     def open(self, server: Server) -> None:
         self.page.goto(f"http://127.0.0.1:{server.port}/")
+        self.ready()
+
+    def ready(self) -> None:
         self.page.wait_for_function("window.app?.graph && window.app?.extensionManager", timeout=60_000)
         self.page.wait_for_function("document.querySelector('.side-tool-bar-container')", timeout=60_000)
 
@@ -114,8 +123,11 @@ class Page:
             self.page.screenshot(path=Path(PICTURES) / f"{name}.png")
 
 
+Open = Callable[..., Page]
+
+
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Page]]:
+def open_page(browser: Any) -> Iterator[Open]:
     windows = []
 
     def opened(server: Server, **options: Any) -> Page:
@@ -133,11 +145,271 @@ def badge(page: Page, node: str) -> Any:
     return page.page.locator(f'.sigmascope-badge[data-node="{node}"]')
 
 
-def test_first_slice(server: Server, open_page: Callable[..., Page]) -> None:
+def open_tab(page: Page) -> Any:
+    page.page.evaluate("app.extensionManager.command.execute('Workspace.ToggleSidebarTab.sigmascope')")
+    tab = page.page.locator(".sigmascope-tab")
+    tab.wait_for()
+    return tab
+
+
+def last_run(server: Server) -> Run:
+    return sigmascope.load_run(max(server.records.glob("sigmascope-prompt-*.json")))
+
+
+def hover(page: Page, node: str) -> str:
+    """What is said of a node on hover."""
+    badge(page, node).hover()
+    said: str = page.page.locator(".sigmascope-tip").inner_text()
+    page.page.mouse.move(5, 500)
+    return said
+
+
+def test_badges_and_tab_show_the_record_of_the_prompt(server: Server, open_page: Open) -> None:
     page = open_page(server)
-    page.load(graph())
+    page.load(graph(seed=11), {"6": "My sampler"})
     page.queue()
-    page.picture("slice")
-    print(page.said)
-    print(Counter(NUMBERS.sub("#", line) for line in page.said))
+    run = last_run(server)
+    for id in ("1", "6", "7"):
+        stage = node(run, id)
+        assert stage.peak is not None
+        assert stage.peak.rss_bytes is not None
+        assert badge(page, id).inner_text().split("\n") == [
+            "✓",
+            seconds(stage.seconds),
+            format_size(stage.peak.rss_bytes),
+        ]
+    assert "2 steps" in hover(page, "6")
+    tab = open_tab(page)
+    page.picture("tab")
+    rows = tab.locator(".sigmascope-row")
+    assert rows.first.locator(".sigmascope-row-time").inner_text() == seconds(run.seconds)
+    named = {
+        row.split("\n")[1]: row.split("\n")[2] for row in tab.locator(".sigmascope-node").all_inner_texts()
+    }
+    assert named["My sampler"] == seconds(node(run, "6").seconds)
+    assert len(named) == sum(1 for stage in run.walk() if "node" in stage.facts)
+    with page.page.context.expect_page() as opened:
+        tab.get_by_text("Open the report").click()
+    report = opened.value
+    report.wait_for_load_state()
+    assert run.name in report.title()
+    assert "My sampler" in report.content() or "KSampler" in report.inner_text("body")
+
+
+def test_the_next_prompt_comes_by_itself_and_can_be_compared(server: Server, open_page: Open) -> None:
+    page = open_page(server)
+    tab = open_tab(page)
+    page.load(graph(seed=12))
+    page.queue()
+    before = last_run(server)
+    page.load(graph(seed=13))
+    page.queue()
+    now = last_run(server)
+    rows = tab.locator(".sigmascope-row")
+    assert rows.nth(0).locator(".sigmascope-row-time").inner_text() == seconds(now.seconds)
+    assert rows.nth(1).locator(".sigmascope-row-time").inner_text() == seconds(before.seconds)
+    assert "KSampler (6), seed\n12 → 13" in tab.locator(".sigmascope-changes").inner_text()
+    with page.page.context.expect_page() as opened:
+        tab.get_by_text("Compare with the one before").click()
+    opened.value.wait_for_load_state()
+    assert "2 runs" in opened.value.title()
+    rows.nth(1).click()
+    page.page.wait_for_timeout(300)
+    assert tab.locator(".sigmascope-card strong").inner_text() == seconds(before.seconds)
+
+
+def test_the_switch_takes_badges_away_and_brings_them_back(server: Server, open_page: Open) -> None:
+    page = open_page(server)
+    page.load(graph(seed=14))
+    page.queue()
+    tab = open_tab(page)
+    switch = tab.get_by_role("switch")
+    switch.click()
+    page.page.wait_for_timeout(300)
+    assert page.page.locator(".sigmascope-badge").count() == 0
+    page.page.reload()
+    page.ready()
+    assert page.page.evaluate("app.extensionManager.setting.get('Sigmascope.Badges')") is False
+    page.set("Sigmascope.Badges", True)
+    page.load(graph(seed=14))
+    page.queue()
+    assert page.page.locator(".sigmascope-badge").count() > 0
+
+
+def test_payloads_in_titles_and_file_names_stay_text(server: Server, open_page: Open) -> None:
+    page = open_page(server)
+    page.load(graph(seed=15, lora=PAYLOAD), {"6": PAYLOAD, "2": PAYLOAD})
+    page.queue()
+    said = hover(page, "2")
+    assert f"LoRA {PAYLOAD}.safetensors: 0 of 1 module used" in said
+    assert "bad" in badge(page, "2").get_attribute("class")
+    tab = open_tab(page)
+    page.picture("payload")
+    assert tab.locator(".sigmascope-name", has_text=PAYLOAD).count() == 2
+    with page.page.context.expect_page() as opened:
+        tab.get_by_text("Open the report").click()
+    opened.value.wait_for_load_state()
+    for shown in (page.page, opened.value):
+        assert shown.evaluate("window.wasAttacked") is None
+        assert shown.locator("img[src=x]").count() == 0
+
+
+def test_a_payload_that_were_not_escaped_would_be_seen(server: Server, open_page: Open) -> None:
+    page = open_page(server)
+    page.page.evaluate("markup => { document.body.insertAdjacentHTML('beforeend', markup); }", PAYLOAD)
+    page.page.wait_for_function("window.wasAttacked === true", timeout=5_000)
+
+
+def test_what_failed_and_where_nan_begins_is_on_the_badge(server: Server, open_page: Open) -> None:
+    page = open_page(server)
+    page.load(graph("PlantedNan", seed=16))
+    page.queue()
+    assert "NaN begins in PlantedNan" in hover(page, "9")
+    assert "✗" in badge(page, "9").inner_text()
+    page.load(graph("PlantedFailure", seed=16))
+    page.queue()
+    assert "ValueError: planted" in hover(page, "9")
+    assert badge(page, "7").count() == 0
+    assert badge(page, "6").inner_text().split("\n")[1:] == ["cached"]
+
+
+def test_badges_belong_to_the_workflow_that_was_run(server: Server, open_page: Open) -> None:
+    page = open_page(server)
+    page.load(graph(seed=17))
+    page.queue()
     assert badge(page, "6").count() == 1
+    page.load(graph(seed=18))
+    page.page.wait_for_timeout(500)
+    assert page.page.locator(".sigmascope-badge").count() == 0
+
+
+def test_a_subgraph_has_the_time_of_what_is_in_it(server: Server, open_page: Open) -> None:
+    page = open_page(server)
+    page.load(graph(seed=19))
+    made = page.page.evaluate(
+        """() => {
+            const graph = app.rootGraph ?? app.graph;
+            const inner = [6, 7].map((id) => graph.getNodeById(id));
+            const { node } = graph.convertToSubgraph(new Set(inner));
+            return String(node.id);
+        }"""
+    )
+    page.queue()
+    run = last_run(server)
+    inner = [
+        stage for stage in run.walk() if str(stage.facts.get("node", {}).get("id")).startswith(f"{made}:")
+    ]
+    assert {stage.name for stage in inner} == {"KSampler", "VAEDecode"}
+    assert badge(page, made).inner_text().split("\n")[1] == seconds(sum(stage.seconds for stage in inner))
+    page.page.evaluate(
+        "id => { const graph = app.rootGraph ?? app.graph;"
+        " app.canvas.setGraph(graph.getNodeById(Number(id)).subgraph); }",
+        made,
+    )
+    page.page.wait_for_timeout(500)
+    shown = page.page.locator(".sigmascope-badge").all()
+    assert {one.get_attribute("data-node") for one in shown} == {stage.facts["node"]["id"] for stage in inner}
+
+
+def boxes(page: Page, id: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Where the badge of a node is, and where the node is, in pixels of the page."""
+    page.page.evaluate("app.canvas.setDirty(true, true)")
+    page.page.wait_for_timeout(300)
+    place = page.page.evaluate(
+        """id => {
+            const drawn = document.querySelector(`[data-node-id="${id}"]`);
+            if (drawn) { const { left, top } = drawn.getBoundingClientRect(); return { left, top }; }
+            const node = (app.rootGraph ?? app.graph).getNodeById(Number(id));
+            const { scale, offset } = app.canvas.ds;
+            const around = app.canvas.canvas.getBoundingClientRect();
+            return {
+                left: around.left + (node.pos[0] + offset[0]) * scale,
+                top: around.top + (node.pos[1] - LiteGraph.NODE_TITLE_HEIGHT + offset[1]) * scale,
+            };
+        }""",
+        id,
+    )
+    return badge(page, id).bounding_box(), place
+
+
+@pytest.mark.parametrize("vue", [False, True], ids=["classic nodes", "new nodes"])
+def test_badges_stay_above_their_nodes(server: Server, open_page: Open, vue: bool) -> None:
+    page = open_page(server)
+    if vue and not page.page.evaluate("'Comfy.VueNodes.Enabled' in app.extensionManager.setting.settings"):
+        pytest.skip("this frontend has classic nodes alone")
+    page.set("Comfy.VueNodes.Enabled", vue)
+    page.load(graph(seed=20))
+    page.queue()
+    if vue and page.page.locator("[data-node-id]").count() == 0:
+        pytest.skip("this frontend draws no new nodes")
+    page.picture(f"nodes-{'new' if vue else 'classic'}")
+    for move in ("", "app.canvas.ds.scale = 0.6", "app.canvas.ds.offset[0] += 40"):
+        page.page.evaluate(f"() => {{ {move} }}")
+        mark, place = boxes(page, "6")
+        scale = page.page.evaluate("app.canvas.ds.scale")
+        assert mark["x"] == pytest.approx(place["left"], abs=2)
+        assert 0 <= place["top"] - (mark["y"] + mark["height"]) <= 10 * scale + 2
+    page.set("Comfy.VueNodes.Enabled", False)
+
+
+CONTRAST = """element => {
+    const numbers = (colour) => { const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+        canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data]; };
+    const light = ([red, green, blue]) => [red, green, blue].map((part) => part / 255)
+        .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, part, at) => sum + part * [0.2126, 0.7152, 0.0722][at], 0);
+    let paper = element;
+    while (numbers(getComputedStyle(paper).backgroundColor)[3] < 255) paper = paper.parentElement;
+    const pair = [getComputedStyle(element).color, getComputedStyle(paper).backgroundColor].map(numbers).map(light);
+    return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+}"""
+"""By WCAG 2.1, of an element's text on what lies behind it."""
+
+
+@pytest.mark.parametrize("palette", ["dark", "light"])
+def test_both_palettes_can_be_read(server: Server, open_page: Open, palette: str) -> None:
+    page = open_page(server)
+    page.set("Comfy.ColorPalette", palette)
+    page.load(graph("PlantedOutOfMemory", seed=21, lora="half"))
+    page.queue()
+    tab = open_tab(page)
+    badge(page, "2").hover()
+    page.picture(f"palette-{palette}")
+    for texts in (
+        page.page.locator(".sigmascope-badge span"),
+        page.page.locator(".sigmascope-tip p"),
+        tab.locator(
+            "h2, h3, p, li, dt, dd, a, figcaption span, .sigmascope-name, .sigmascope-figure, .sigmascope-sign"
+        ),
+    ):
+        told = {text.inner_text(): text.evaluate(CONTRAST) for text in texts.all() if text.is_visible()}
+        assert told
+        assert {text: contrast for text, contrast in told.items() if contrast < 4.5} == {}
+    page.set("Comfy.ColorPalette", "dark")
+
+
+def test_the_console_says_no_more_than_the_bare_server_s(
+    base: Path,  # noqa: F811 - the fixture above
+    server: Server,
+    open_page: Open,
+) -> None:
+    with serving(base, Path(str(FRONTEND)), SIGMASCOPE="0") as bare:
+        said = []
+        for each in (bare, server):
+            page = open_page(each)
+            page.load(graph(seed=22))
+            if each is server:
+                page.queue()
+                open_tab(page)
+            page.page.wait_for_timeout(1_000)
+            said.append(Counter(NUMBERS.sub("#", line) for line in page.said))
+    assert said[1] - said[0] == Counter()
+
+
+@pytest.mark.parametrize("page", ["", "/x", "/x/report.html", "/x/comparison.html"])
+def test_another_origin_is_refused(server: Server, page: str) -> None:
+    address = f"http://127.0.0.1:{server.port}/sigmascope/prompts{page}"
+    request = urllib.request.Request(address, headers={"Origin": "http://elsewhere.example"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=20)
+    assert refused.value.code == 403
