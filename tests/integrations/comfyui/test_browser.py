@@ -61,7 +61,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(base: Path) -> Iterator[Server]:  # noqa: F811 - the fixture above
+def server(base: Path) -> Iterator[Server]:
     loras = base / "models" / "loras"
     shutil.copy(loras / "other.safetensors", loras / f"{PAYLOAD}.safetensors")
     with serving(base, Path(str(FRONTEND))) as server:
@@ -389,7 +389,7 @@ def test_both_palettes_can_be_read(server: Server, open_page: Open, palette: str
 
 
 def test_the_console_says_no_more_than_the_bare_server_s(
-    base: Path,  # noqa: F811 - the fixture above
+    base: Path,
     server: Server,
     open_page: Open,
 ) -> None:
