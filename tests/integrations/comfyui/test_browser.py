@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here (Debian: apt install chromium)"),
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
     pytest.mark.skipif(
-        FRONTEND is None,
+        not FRONTEND,
         reason=f"set {VARIABLE}_FRONTEND to the folder static of comfyui_frontend_package",
     ),
 ]
@@ -118,7 +118,7 @@ class Page:
 
     def picture(self, name: str) -> None:
         """Keep a picture, if they are wanted."""
-        if PICTURES is not None:
+        if PICTURES:
             self.page.wait_for_timeout(600)
             self.page.screenshot(path=Path(PICTURES) / f"{name}.png")
 
