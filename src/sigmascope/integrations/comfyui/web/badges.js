@@ -78,7 +78,7 @@ export class Badges {
     for (const path of pathsTo(graph, rootOf(this.app))) {
       for (const node of graph._nodes ?? []) {
         const figure = byId.get([...path, node.id].join(":"));
-        const same = !figure?.class_type || figure.class_type === (node.comfyClass ?? node.type);
+        const same = figure?.class_type ? figure.class_type === (node.comfyClass ?? node.type) : node.subgraph;
         if (figure && same && figure.state !== "not run" && !figures.has(node)) figures.set(node, figure);
       }
     }

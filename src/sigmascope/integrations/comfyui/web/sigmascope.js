@@ -11,6 +11,7 @@ const PROMPTS = "/sigmascope/prompts";
 
 let badges = null;
 let prompts = [];
+let wanted = null; // the name of the prompt that the tab is to show
 
 const setting = {
   get: () => app.extensionManager.setting.get(SETTING) ?? true,
@@ -44,21 +45,28 @@ async function refresh() {
 }
 
 async function choose(name) {
+  wanted = name;
   try {
-    tab.update({ chosen: await ask(`${PROMPTS}/${encodeURIComponent(name)}`), error: null });
+    const chosen = await ask(`${PROMPTS}/${encodeURIComponent(name)}`);
+    if (wanted === name) tab.update({ chosen, error: null });
   } catch (error) {
-    tab.update({ error: `The prompt could not be read: ${error.message}` });
+    if (wanted === name) tab.update({ error: `The prompt could not be read: ${error.message}` });
   }
 }
 
-/** The last prompt of the workflow that is open has the badges. */
-async function showBadges() {
-  if (!badges) return;
+/** The last prompt of the workflow that is open. */
+function lastOfWorkflow() {
   const workflow = rootOf(app)?.id;
-  const last = prompts.find((prompt) => prompt.workflow !== null && prompt.workflow === workflow);
-  if (last?.name === badges.prompt?.name) return;
+  return prompts.find((prompt) => prompt.workflow !== null && prompt.workflow === workflow) ?? null;
+}
+
+/** It has the badges. */
+async function showBadges() {
+  const last = lastOfWorkflow();
+  if (!badges || (last && last.name === badges.prompt?.name)) return;
   try {
-    badges.show(last ? await ask(`${PROMPTS}/${encodeURIComponent(last.name)}`) : null);
+    const shown = last && (await ask(`${PROMPTS}/${encodeURIComponent(last.name)}`));
+    if (lastOfWorkflow() === last) badges.show(shown);
   } catch {
     badges.show(null); // its record was removed meanwhile; the tab says so when it is chosen
   }
@@ -112,9 +120,9 @@ app.registerExtension({
       render: (root) => tab.open(root),
       destroy: () => tab.close(),
     });
-    await refresh();
+    refresh(); // the page need not wait for it
   },
-  async afterConfigureGraph() {
-    await showBadges();
+  afterConfigureGraph() {
+    showBadges();
   },
 });
