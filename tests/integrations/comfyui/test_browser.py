@@ -64,6 +64,9 @@ def browser() -> Iterator[Any]:
 def server(base: Path) -> Iterator[Server]:
     loras = base / "models" / "loras"
     shutil.copy(loras / "other.safetensors", loras / f"{PAYLOAD}.safetensors")
+    settings = base / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text('{"Comfy.TutorialCompleted": true}')  # else the page begins with a dialog over everything
     with serving(base, Path(str(FRONTEND))) as server:
         yield server
 
@@ -96,6 +99,12 @@ class Page:
             }""",
             [nodes, titles or {}],
         )
+        self.fit()
+
+    def fit(self) -> None:
+        """Bring all nodes into view."""
+        self.page.evaluate("app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+        self.page.wait_for_timeout(700)
 
     def queue(self) -> None:
         """Run what is shown, to its end."""

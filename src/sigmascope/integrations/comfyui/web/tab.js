@@ -176,7 +176,7 @@ export class Tab {
         element("span", { kind: "track", children: [fill] }),
         ...(node.mark === "good"
           ? []
-          : node.reasons.slice(0, 2).map((text) => element("span", { kind: `reason ${node.mark}`, text }))),
+          : node.reasons.slice(0, 1).map((text) => element("span", { kind: `reason ${node.mark}`, text }))),
       ],
     });
   }
