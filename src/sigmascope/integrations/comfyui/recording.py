@@ -112,8 +112,12 @@ class PromptRecording:
         parent = None if parent_id is None else self.nodes.get(parent_id)
         context = (self._context if parent is None else parent.context).copy()
         node = NodeWatch(node_id, class_type, self.recorder.stage(class_type), context)
-        title = (info.get("_meta") or {}).get("title") if isinstance(info.get("_meta"), Mapping) else None
-        node.facts[NODE] = {"id": node_id, "class_type": class_type, "title": title, "parent": parent_id}
+        node.facts[NODE] = {
+            "id": node_id,
+            "class_type": class_type,
+            "title": _title_of(info),
+            "parent": parent_id,
+        }
         self.nodes[node_id] = node
         context.run(node.stage.__enter__)
 
@@ -191,7 +195,7 @@ class PromptRecording:
             {
                 "id": node_id,
                 "class_type": str(self.info(node_id).get("class_type", "unknown")),
-                "title": None,
+                "title": _title_of(self.info(node_id)),
                 "parent": None,
                 "state": "cached" if node_id in self.cached else "not run",
                 "seconds": None,
@@ -231,3 +235,10 @@ class PromptRecording:
             },
         )
         return self.recorder.run()
+
+
+def _title_of(info: Mapping[str, Any]) -> str | None:
+    """The title that a node has in the browser; None: the prompt does not say."""
+    known = info.get("_meta")
+    title = known.get("title") if isinstance(known, Mapping) else None
+    return title if isinstance(title, str) else None

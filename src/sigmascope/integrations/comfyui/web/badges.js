@@ -6,6 +6,9 @@
 import { element, sign } from "./elements.js";
 
 const GAP = 6;
+const SMALLEST = 0.75; // of a badge's size on the page, however far away the nodes are
+const LARGEST = 2; // times the nodes' own scale
+const NO_ID = "00000000-0000-0000-0000-000000000000"; // of workflows that were made of a prompt in a file
 
 export class Badges {
   /** `app` is ComfyUI's. */
@@ -51,6 +54,7 @@ export class Badges {
     const { canvas } = this.app;
     const { scale, offset } = canvas.ds;
     this.layer.style.transform = `scale(${scale}) translate(${offset[0]}px, ${offset[1]}px)`;
+    this.layer.style.setProperty("--scale", Math.min(LARGEST, Math.max(1, SMALLEST / scale)));
     const known = this.enabled && this.prompt ? this.figures() : new Map();
     const seen = new Set();
     for (const node of canvas.graph?._nodes ?? []) {
@@ -73,16 +77,25 @@ export class Badges {
   /** What the prompt says of each node of the graph that is open, which may lie in another. */
   figures() {
     const figures = new Map();
+    if (!this.isOfThisWorkflow()) return figures;
     const byId = new Map([...this.prompt.subgraphs, ...this.prompt.nodes].map((node) => [node.id, node]));
     const { graph } = this.app.canvas;
     for (const path of pathsTo(graph, rootOf(this.app))) {
       for (const node of graph._nodes ?? []) {
         const figure = byId.get([...path, node.id].join(":"));
-        const same = figure?.class_type ? figure.class_type === (node.comfyClass ?? node.type) : node.subgraph;
+        const same = figure?.class_type ? figure.class_type === classOf(node) : node.subgraph;
         if (figure && same && figure.state !== "not run" && !figures.has(node)) figures.set(node, figure);
       }
     }
     return figures;
+  }
+
+  /** Many workflows have no id of their own: such a one is known by the nodes that ran. */
+  isOfThisWorkflow() {
+    if (this.prompt.workflow !== NO_ID) return true;
+    const root = rootOf(this.app);
+    const own = this.prompt.nodes.filter((node) => /^\d+$/.test(node.id));
+    return own.every((node) => classOf(root.getNodeById(Number(node.id))) === node.class_type);
   }
 
   make(node, figure, before) {
@@ -123,6 +136,10 @@ export class Badges {
   hideTip() {
     this.tip.hidden = true;
   }
+}
+
+function classOf(node) {
+  return node?.comfyClass ?? node?.type;
 }
 
 /** The workflow's outermost graph. */

@@ -62,8 +62,9 @@ function lastOfWorkflow() {
 
 /** It has the badges. */
 async function showBadges() {
+  if (!badges) return;
   const last = lastOfWorkflow();
-  if (!badges || (last && last.name === badges.prompt?.name)) return;
+  if (last && last.name === badges.prompt?.name) return;
   try {
     const shown = last && (await ask(`${PROMPTS}/${encodeURIComponent(last.name)}`));
     if (lastOfWorkflow() === last) badges.show(shown);

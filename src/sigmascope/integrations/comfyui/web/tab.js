@@ -124,7 +124,7 @@ export class Tab {
             element("span", { kind: "faint", text: when(prompt) }),
           ],
         }),
-        element("ul", { kind: "words", children: prompt.words.map((text) => element("li", { text })) }),
+        element("ul", { kind: "words", children: prompt.words.map((text) => element("li", { text, title: text })) }),
         element("div", { kind: "links", children: this.links(prompt) }),
       ],
     });
