@@ -206,6 +206,7 @@ export class Tab {
       element("button", {
         kind: "row",
         type: "button",
+        title: when(prompt),
         "aria-current": prompt.name === this.state.chosen?.name ? "true" : null,
         "data-focus": `row ${prompt.name}`,
         onclick: () => this.choose(prompt.name),
