@@ -13,7 +13,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
 from sigmascope.integrations.comfyui.instruments import kinds
-from sigmascope.integrations.comfyui.session import STATUS_FILE
+from sigmascope.integrations.comfyui.session import PATTERN, STATUS_FILE
 
 _NAME: Final = "sigmascope"
 _MARK: Final = "# Written by sigmascope comfyui install."
@@ -150,7 +150,7 @@ def status(path: Path) -> PackStatus:
         "pack": str(pack),
         "instruments": parts,
         "last_start": last,
-        "records": sorted(str(file) for file in records.glob("sigmascope-prompt-*.json")),
+        "records": sorted(str(file) for file in records.glob(PATTERN)),
     }
 
 
