@@ -124,7 +124,12 @@ class Page:
             }"""
         )
         self.page.wait_for_function(f"window.ended > {before}", timeout=120_000)
-        self.page.wait_for_timeout(400)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for what the page asks the server, and for it to be shown."""
+        self.page.wait_for_load_state("networkidle")
+        self.page.wait_for_timeout(200)
 
     def set(self, name: str, value: Any) -> None:
         """Change a setting of ComfyUI's, until `put_back`."""
@@ -238,7 +243,7 @@ def test_the_next_prompt_comes_by_itself_and_can_be_compared(server: Server, ope
     opened.value.wait_for_load_state()
     assert "2 runs" in opened.value.title()
     rows.nth(1).click()
-    page.page.wait_for_timeout(300)
+    page.settle()
     assert tab.locator(".sigmascope-card strong").inner_text() == seconds(before.seconds)
 
 
@@ -254,10 +259,10 @@ def test_the_switch_takes_badges_away_and_brings_them_back(server: Server, open_
     page.page.reload()
     page.ready()
     assert page.page.evaluate("app.extensionManager.setting.get('Sigmascope.Badges')") is False
-    page.set("Sigmascope.Badges", True)
+    open_tab(page).get_by_role("switch").click()
     page.load(graph(seed=14))
     page.queue()
-    assert page.page.locator(".sigmascope-badge").count() > 0
+    assert badge(page, "6").count() == 1
 
 
 def test_payloads_in_titles_and_file_names_stay_text(server: Server, open_page: Open) -> None:
@@ -307,7 +312,7 @@ def test_badges_belong_to_the_workflow_that_was_run(server: Server, open_page: O
 
     def shown(workflow: Any) -> int:
         page.page.evaluate("async workflow => { await app.loadGraphData(workflow); }", workflow)
-        page.page.wait_for_timeout(500)
+        page.settle()
         return int(page.page.locator(".sigmascope-badge").count())
 
     assert shown(first) == 0
