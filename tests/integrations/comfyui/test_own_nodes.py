@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,9 +51,9 @@ def outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def watched(watch: Watch, host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A session that the nodes find, on a host that has them."""
-    found = watch()
+def watched(watch: Watch, host: Host, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A session that the nodes find, on a host that has them; `results` has what each gave."""
+    found: Any = watch()
     found.session.listeners.append(write_wanted_reports)
     monkeypatch.setattr(session, "_session", found.session)
     results: dict[str, Any] = {}

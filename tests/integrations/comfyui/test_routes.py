@@ -145,7 +145,7 @@ def test_a_record_that_is_gone_is_no_longer_listed(serving: Any, server: Server)
 
 
 def test_a_page_that_cannot_be_told_costs_no_record(serving: Any, server: Server, host: Host) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(event: str, data: Any, sid: str | None = None) -> None:
         raise RuntimeError("planted")
 
     server.send_sync = refuse  # type: ignore[method-assign]

@@ -129,7 +129,7 @@ class ReportNode:
         return {"ui": {"text": (_said(lambda: _wanted(name)),)}}
 
 
-NODES: Final = {
+NODES: Final[Mapping[str, type[LoraVerdictNode | TensorDumpNode | ReportNode]]] = {
     "SigmascopeLoraVerdict": LoraVerdictNode,
     "SigmascopeTensorDump": TensorDumpNode,
     "SigmascopeReport": ReportNode,
