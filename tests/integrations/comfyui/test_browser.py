@@ -93,6 +93,7 @@ class Page:
     def ready(self) -> None:
         self.page.wait_for_function("window.app?.graph && window.app?.extensionManager", timeout=60_000)
         self.page.wait_for_function("document.querySelector('.side-tool-bar-container')", timeout=60_000)
+        self.settle()  # the page opens the last workflow again
 
     def load(self, nodes: dict[str, Any], titles: dict[str, str] | None = None) -> None:
         """Show a graph, with titles of its nodes by their ids."""
@@ -109,7 +110,10 @@ class Page:
     def fit(self) -> None:
         """Bring all nodes into view."""
         self.page.evaluate("app.extensionManager.command.execute('Comfy.Canvas.FitView')")
-        self.page.wait_for_timeout(700)
+        before = None
+        while (now := self.page.evaluate("[app.canvas.ds.scale, ...app.canvas.ds.offset]")) != before:
+            before = now
+            self.page.wait_for_timeout(400)
 
     def queue(self) -> None:
         """Run what is shown, to its end."""
