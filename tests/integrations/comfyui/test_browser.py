@@ -116,19 +116,24 @@ class Page:
             self.page.wait_for_timeout(400)
 
     def queue(self) -> None:
-        """Run what is shown, to its end."""
-        before = self.page.evaluate("window.ended ?? 0")
+        """Run what is shown, to its end, and until the badges are those of its record."""
         self.page.evaluate(
             """async () => {
-                if (window.ended === undefined) {
-                    window.ended = 0;
-                    app.api.addEventListener("sigmascope.prompt", () => { window.ended += 1; });
-                }
+                window.told = null;
+                app.api.addEventListener("sigmascope.prompt", ({ detail }) => { window.told = detail.name; }, { once: true });
                 await app.queuePrompt(0);
             }"""
         )
-        self.page.wait_for_function(f"window.ended > {before}", timeout=120_000)
-        self.settle()
+        self.page.wait_for_function(
+            "window.told && document.querySelector('.sigmascope-badges').dataset.prompt === window.told",
+            timeout=120_000,
+        )
+
+    def has_badges(self, count: int) -> None:
+        """Wait until there are so many."""
+        self.page.wait_for_function(
+            "count => document.querySelectorAll('.sigmascope-badge').length === count", arg=count
+        )
 
     def settle(self) -> None:
         """Wait for what the page asks the server, and for it to be shown."""
@@ -258,15 +263,14 @@ def test_the_switch_takes_badges_away_and_brings_them_back(server: Server, open_
     tab = open_tab(page)
     switch = tab.get_by_role("switch")
     switch.click()
-    page.page.wait_for_timeout(300)
-    assert page.page.locator(".sigmascope-badge").count() == 0
+    page.has_badges(0)
     page.page.reload()
     page.ready()
     assert page.page.evaluate("app.extensionManager.setting.get('Sigmascope.Badges')") is False
     open_tab(page).get_by_role("switch").click()
     page.load(graph(seed=14))
     page.queue()
-    assert badge(page, "6").count() == 1
+    page.has_badges(7)
 
 
 def test_payloads_in_titles_and_file_names_stay_text(server: Server, open_page: Open) -> None:
@@ -314,25 +318,27 @@ def test_badges_belong_to_the_workflow_that_was_run(server: Server, open_page: O
     whole = page.page.evaluate("(app.rootGraph ?? app.graph).serialize()")
     first, second = ({**whole, "id": f"{number}" * 8 + "-0000-4000-8000-000000000000"} for number in (1, 2))
 
-    def shown(workflow: Any) -> int:
+    def show(workflow: Any) -> None:
         page.page.evaluate("async workflow => { await app.loadGraphData(workflow); }", workflow)
         page.settle()
-        return int(page.page.locator(".sigmascope-badge").count())
 
-    assert shown(first) == 0
+    show(first)
+    page.has_badges(0)
     page.queue()
-    assert badge(page, "6").count() == 1
-    assert (shown(second), shown(first)) == (0, 7)
+    page.has_badges(7)
+    show(second)
+    page.has_badges(0)
+    show(first)
+    page.has_badges(7)
 
 
 def test_a_workflow_without_an_id_is_known_by_its_nodes(server: Server, open_page: Open) -> None:
     page = open_page(server)
     page.load(graph(seed=23))
     page.queue()
-    assert badge(page, "6").count() == 1
+    page.has_badges(7)
     page.load({id: node for id, node in graph(seed=23).items() if id in "15"})
-    page.page.wait_for_timeout(500)
-    assert page.page.locator(".sigmascope-badge").count() == 0
+    page.has_badges(0)
 
 
 def test_a_subgraph_has_the_time_of_what_is_in_it(server: Server, open_page: Open) -> None:
@@ -358,7 +364,7 @@ def test_a_subgraph_has_the_time_of_what_is_in_it(server: Server, open_page: Ope
         " app.canvas.setGraph(graph.getNodeById(Number(id)).subgraph); }",
         made,
     )
-    page.page.wait_for_timeout(500)
+    page.has_badges(2)
     shown = page.page.locator(".sigmascope-badge").all()
     assert {one.get_attribute("data-node") for one in shown} == {stage.facts["node"]["id"] for stage in inner}
 

@@ -33,6 +33,7 @@ export class Badges {
   /** Show the nodes of a prompt; null: none. */
   show(prompt) {
     this.prompt = prompt;
+    this.layer.dataset.prompt = prompt?.name ?? "";
     this.redraw();
   }
 
