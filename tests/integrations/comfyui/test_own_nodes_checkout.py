@@ -1,10 +1,12 @@
 """The three nodes in a real ComfyUI, started as a process."""
 
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tests.integrations.comfyui.test_checkout import Server, base, graph, node, serving, states
 
 import sigmascope
@@ -49,12 +51,8 @@ def picture(base: Path) -> bytes:
     return max((base / "output").glob("*.png"), key=lambda file: file.stat().st_mtime).read_bytes()
 
 
-def pixels(png: bytes) -> Any:
-    from io import BytesIO
-
-    from PIL import Image
-
-    return list(Image.open(BytesIO(png)).getdata())
+def pixels(png: bytes) -> bytes:
+    return Image.open(BytesIO(png)).tobytes()
 
 
 def test_they_say_and_keep_what_passes_and_change_nothing(base: Path, server: Server) -> None:
