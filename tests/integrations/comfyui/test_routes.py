@@ -144,13 +144,16 @@ def test_a_record_that_is_gone_is_no_longer_listed(serving: Any, server: Server)
     assert json.loads(server.ask("/sigmascope/prompts").body)["prompts"] == []
 
 
-def test_a_page_that_cannot_be_told_costs_no_record(serving: Any, server: Server, host: Host) -> None:
+def test_a_page_that_cannot_be_told_costs_nobody_else_the_record(serving: Any, server: Server) -> None:
     def refuse(event: str, data: Any, sid: str | None = None) -> None:
         raise RuntimeError("planted")
 
+    heard: list[str] = []
     server.send_sync = refuse  # type: ignore[method-assign]
+    serving.session.listeners.append(lambda run, path: heard.append(run.name))
     serving.run(GRAPH, "prompt-1")
     serving.run(GRAPH, "prompt-2")
+    assert len(heard) == 2
     assert len(list(serving.session.folder.glob("sigmascope-prompt-*.json"))) == 2
 
 
