@@ -22,11 +22,11 @@ DENOISER = {
 VAE = {"block_out_channels": [32, 32], "layers_per_block": 1, "norm_num_groups": 8}
 
 
-@pytest.fixture
-def backbone(tmp_path: Path) -> Path:
-    """Large enough that writing its base takes a while."""
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough that writing its base takes a while; the commands only read it."""
     torch.manual_seed(0)
-    folder = tmp_path / "backbone"
+    folder = tmp_path_factory.mktemp("models") / "backbone"
     UNet2DConditionModel(
         in_channels=4, out_channels=4, cross_attention_dim=768, use_linear_projection=True, **DENOISER
     ).save_pretrained(folder / "unet")
