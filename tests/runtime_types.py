@@ -2,9 +2,10 @@
 
 beartype checks each call. Some modules need jaxtyping around it, which takes many times as long: those that write
 shapes, as it holds the axes of one call against each other, and those that name types which they import for the type
-checker alone, as strings, though of either only the functions whose annotations have a shape or a string; those that
-wrap functions of others, whose annotations are not ours: beartype by itself would refuse calls of these; and those with
-coroutine functions, which it makes into functions that are none.
+checker alone, as strings; those that wrap functions of others, whose annotations are not ours: beartype's own hook,
+which comes last, would refuse calls of these, and jaxtyping's comes first; and those with coroutine functions, which
+beartype makes into functions that are none. In all of them it goes around the coroutine functions and those whose
+annotations have a shape or a string, and beartype checks the others.
 
 A function inside a function is defined anew in each call, and each time jaxtyping writes and compiles two more for its
 checks: a watch with hundreds of generations would do nothing else. The first few of each are checked, the others not.
@@ -13,6 +14,7 @@ checks: a watch with hundreds of generations would do nothing else. The first fe
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable
+from inspect import iscoroutinefunction
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, Final, ForwardRef, get_args
@@ -25,23 +27,29 @@ from jaxtyping import AbstractArray, install_import_hook
 PACKAGE: Final = "sigmascope"
 MOST_CHECKED: Final = 4
 """Of the functions that one `def` makes."""
-_IN_PART: Final = ("from jaxtyping import", "if TYPE_CHECKING:")
-"""Signs of modules that need jaxtyping around some functions."""
-_WHOLE: Final = ("wraps(", "async def")
-"""Signs of modules that need it around every function."""
+_SIGNS: Final = ("from jaxtyping import", "if TYPE_CHECKING:", "wraps(", "async def")
+"""Of modules that need jaxtyping around some functions, or before another's decorator."""
 
 
 def check_annotations() -> None:
     """Check all modules of the package that are imported from now on."""
     beartype_package(PACKAGE, conf=BeartypeConf(claw_is_pep526=False))
     install_import_hook(modules_for_jaxtyping(), "beartype.beartype")
-    checked = _only_shapes(jaxtyping.jaxtyped, frozenset(_modules_with(_WHOLE)))
-    jaxtyping.jaxtyped = only_the_first_of_each(checked)  # type: ignore[assignment]
+    jaxtyping.jaxtyped = only_the_first_of_each(_where_needed(jaxtyping.jaxtyped))  # type: ignore[assignment]
 
 
 def modules_for_jaxtyping() -> list[str]:
     """Names of the modules that need it; none of the package is imported to find them."""
-    return _modules_with((*_IN_PART, *_WHOLE))
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin)
+    return sorted(
+        ".".join((PACKAGE, *path.relative_to(package.parent).with_suffix("").parts))
+        for path in package.parent.rglob("*.py")
+        if path.name != "__init__.py"  # its name would stand for all that lies below it
+        and any(sign in path.read_text(encoding="utf-8") for sign in _SIGNS)
+    )
 
 
 def only_the_first_of_each(jaxtyped: Any) -> Callable[..., Callable[[Any], Any]]:
@@ -62,12 +70,12 @@ def only_the_first_of_each(jaxtyped: Any) -> Callable[..., Callable[[Any], Any]]
     return of_typechecker
 
 
-def _only_shapes(jaxtyped: Any, whole: frozenset[str]) -> Any:
+def _where_needed(jaxtyped: Any) -> Any:
     """jaxtyping's check of a function or class, with beartype alone where a function names no shape and no string."""
 
     def check(target: Any, *, typechecker: Any) -> Any:
-        plain = isinstance(target, FunctionType) and target.__module__ not in whole
-        if plain and not _has_shape(target.__annotations__.values()):
+        is_plain = isinstance(target, FunctionType) and not iscoroutinefunction(target)
+        if is_plain and not _has_shape(target.__annotations__.values()):
             return beartype(target)
         return jaxtyped(target, typechecker=typechecker)
 
@@ -81,17 +89,4 @@ def _has_shape(annotations: Iterable[Any]) -> bool:
         or (isinstance(annotation, type) and issubclass(annotation, AbstractArray))
         or _has_shape(annotation if isinstance(annotation, list) else get_args(annotation))
         for annotation in annotations
-    )
-
-
-def _modules_with(signs: tuple[str, ...]) -> list[str]:
-    spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None
-    assert spec.origin is not None
-    package = Path(spec.origin)
-    return sorted(
-        ".".join((PACKAGE, *path.relative_to(package.parent).with_suffix("").parts))
-        for path in package.parent.rglob("*.py")
-        if path.name != "__init__.py"  # its name would stand for all that lies below it
-        and any(sign in path.read_text(encoding="utf-8") for sign in signs)
     )

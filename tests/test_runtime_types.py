@@ -11,6 +11,7 @@ from tests.runtime_types import MOST_CHECKED, modules_for_jaxtyping, only_the_fi
 from sigmascope.analysis.generations import projected_seconds
 from sigmascope.lora.decompose import exact_right_subspace
 from sigmascope.lora.linalg import max_rank
+from sigmascope.monitor.hooks import HookSet
 
 
 def test_a_wrong_type_is_refused() -> None:
@@ -26,6 +27,11 @@ def test_a_wrong_number_of_axes_is_refused() -> None:
 def test_a_wrong_type_is_refused_beside_functions_of_shapes() -> None:
     with pytest.raises(BeartypeCallHintViolation):
         max_rank(cast(Any, "wide"))
+
+
+def test_beartype_alone_checks_a_function_without_shapes_in_a_module_that_wraps_others() -> None:
+    with pytest.raises(BeartypeCallHintViolation):  # jaxtyping would say it in an error of its own
+        HookSet(cast(Any, "guard"), "steps")
 
 
 def test_only_modules_that_need_it_pay_for_jaxtyping() -> None:

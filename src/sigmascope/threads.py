@@ -37,12 +37,14 @@ def this_thread() -> Life:
 
 def own_thread(name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:
     """Return a daemon thread, not started, that never calls a device's driver."""
+    return threading.Thread(
+        target=_without_driver, args=(target, *arguments), name=f"sigmascope-{name}", daemon=True
+    )
 
-    def work() -> None:
-        with hands_off():
-            target(*arguments)
 
-    return threading.Thread(target=work, name=f"sigmascope-{name}", daemon=True)
+def _without_driver(target: Callable[..., object], *arguments: Any) -> None:
+    with hands_off():
+        target(*arguments)
 
 
 @contextmanager

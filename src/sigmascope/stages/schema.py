@@ -30,14 +30,10 @@ def as_dict(
         why: The reason for all that is None, or more reasons by name.
         known: Values that come before those of `facts`; a `Reading` has its reason with it.
     """
-
-    def get(name: str) -> Any:
-        return facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
-
-    reasons = {**(get("unavailable") or {}), **(why if isinstance(why, Mapping) else {})}
+    reasons = {**(_value(facts, "unavailable") or {}), **(why if isinstance(why, Mapping) else {})}
     values: dict[str, Any] = {}
     for name in kind.__annotations__:
-        values[name] = value = known[name] if name in known else get(name)
+        values[name] = value = known[name] if name in known else _value(facts, name)
         if isinstance(value, Reading):
             values[name], reasons[name] = value.value, value.reason or reasons.get(name)
     inner = [value for value in values.values() if isinstance(value, Mapping) and "unavailable" not in value]
@@ -49,6 +45,10 @@ def as_dict(
             name: reason for name in gaps if (reason := reasons.get(name) or for_all) is not None
         }
     return cast(_Dict, values)
+
+
+def _value(facts: object, name: str) -> Any:
+    return facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
 
 
 class ModelStateDict(TypedDict):
