@@ -3,6 +3,7 @@
 import dis
 import sys
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -32,7 +33,6 @@ class Interruption:
         self._files = tuple(f"{PACKAGE}/{folder}/" for folder in folders)
         self.is_raised = False
         self._at = at
-        self._after_calls: dict[CodeType, set[int]] = {}
 
     def during(self, act: Callable[[], object]) -> None:
         """Do something, and be interrupted meanwhile."""
@@ -48,7 +48,7 @@ class Interruption:
         if self.is_raised or not code.co_filename.startswith(self._files):
             return None
         frame.f_trace_opcodes = True
-        if event == "call" or (event == "opcode" and frame.f_lasti in self._offsets(code)):
+        if event == "call" or (event == "opcode" and frame.f_lasti in _after_calls(code)):
             place = (code, -1 if event == "call" else frame.f_lasti)
             self.places[place] = None
             if place == self._at:
@@ -56,10 +56,9 @@ class Interruption:
                 raise KeyboardInterrupt
         return self
 
-    def _offsets(self, code: CodeType) -> set[int]:
-        if code not in self._after_calls:
-            pairs = pairwise(dis.get_instructions(code))
-            self._after_calls[code] = {
-                after.offset for call, after in pairs if call.opname.startswith("CALL")
-            }
-        return self._after_calls[code]
+
+@cache
+def _after_calls(code: CodeType) -> set[int]:
+    """Offsets of the instructions that follow a call."""
+    pairs = pairwise(dis.get_instructions(code))
+    return {after.offset for call, after in pairs if call.opname.startswith("CALL")}

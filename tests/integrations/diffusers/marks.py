@@ -11,20 +11,24 @@ from sigmascope.integrations.imports import FINDER
 from sigmascope.monitor import hooks
 
 
-def marks(*things: Any) -> dict[str, Any]:
+def marks(*things: Any) -> dict[str, dict[str, Any]]:
     """Attributes and hooks of things, of all modules in them and of all their classes, by identity.
 
     Args:
         *things: Pipelines and other objects.
+
+    Returns:
+        For each thing, module and class its attributes by name.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     kinds: dict[type, None] = {}
     for number, thing in enumerate(things):
         for name, one in _parts(thing):
-            found |= {f"{number}.{name}.{key}": value for key, value in _attributes(one)}
+            found.setdefault(f"{number}.{name}", {}).update(_attributes(one))
             kinds |= dict.fromkeys(type(one).__mro__)
     for kind in kinds:
-        found |= {f"{kind.__module__}.{kind.__qualname__}.{key}": id(v) for key, v in vars(kind).items()}
+        attributes = found.setdefault(f"{kind.__module__}.{kind.__qualname__}", {})
+        attributes.update((key, id(value)) for key, value in vars(kind).items())
     return found
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.families import make_pipeline
+from tests.families.weights import built
 from tests.integrations.diffusers.marks import left_behind, marks
 from tests.interruption import Interruption, Place
 
@@ -22,6 +24,26 @@ from sigmascope.monitor.utilization import SAMPLER
 from sigmascope.records.run import Run
 
 OURS = ("integrations", "monitor")
+
+
+@pytest.fixture
+def pipeline() -> Any:
+    """With few modules: all are looked at as each of hundreds of watches begins, and after each end."""
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+
+    made = make_pipeline("sd15")
+    small = {"block_out_channels": (8,), "layers_per_block": 1, "norm_num_groups": 4}
+    made.unet = built(
+        lambda: UNet2DConditionModel(
+            8, down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
+            mid_block_type=None, cross_attention_dim=made.unet.config.cross_attention_dim, attention_head_dim=4,
+            **small,
+        )
+    )  # fmt: skip
+    made.vae = built(lambda: AutoencoderKL(**small))
+    return made
+
+
 Exit = Callable[[], object]
 Begun = tuple[Exit, Callable[[], Run]]
 
@@ -62,8 +84,9 @@ def a_generation(_: Any) -> Begun:
 def is_left(pipeline: Any, before: dict[str, Any]) -> list[str]:
     """What of ours is still there."""
     ends = time.monotonic() + 0.3
-    while (threads := ours()) and time.monotonic() < ends:
-        time.sleep(0.01)
+    for thread in ours():
+        thread.join(max(0.0, ends - time.monotonic()))
+    threads = [thread.name for thread in ours()]
     found = {
         "marks": marks(pipeline) != before,
         "hooks, sessions or stacks": left_behind() != [],
@@ -74,8 +97,8 @@ def is_left(pipeline: Any, before: dict[str, Any]) -> list[str]:
     return [what for what, is_there in found.items() if is_there]
 
 
-def ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sigmascope-")]
+def ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("sigmascope-")]
 
 
 def interrupted(begin: Callable[[Any], Begun], pipeline: Any, places: Iterator[Place]) -> Iterator[str]:
