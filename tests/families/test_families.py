@@ -3,6 +3,8 @@
 import pytest
 import torch
 from tests.families import FAMILIES, generate, make_pipeline
+from tests.families.weights import copied
+from torch import nn
 
 from sigmascope.lora.families import layout_of
 
@@ -49,3 +51,17 @@ def test_building_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     make_pipeline("sd15")
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_copies_share_no_weight_and_tied_ones_stay_tied() -> None:
+    @copied
+    def tied() -> nn.Module:
+        model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
+        model["two"].weight = model["one"].weight
+        return model.requires_grad_(False)
+
+    first, second = tied(), tied()
+    first.get_parameter("one.weight").zero_()
+    assert first.get_parameter("two.weight").count_nonzero() == 0
+    assert second.get_parameter("one.weight").count_nonzero() == 9
+    assert second.get_parameter("two.weight") is second.get_parameter("one.weight")

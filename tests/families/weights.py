@@ -26,7 +26,7 @@ def copied(make: Callable[P, Made]) -> Callable[P, Made]:
 
     Models keep what is done to them: transformers leaves its own hooks on one that was asked for hidden states.
     """
-    patterns = cache(lambda *args, **kwargs: _Pattern(make(*args, **kwargs)))
+    patterns: Any = cache(lambda *args, **kwargs: _Pattern(make(*args, **kwargs)))
 
     @wraps(make)
     def copy_of(*args: P.args, **kwargs: P.kwargs) -> Made:
