@@ -492,4 +492,5 @@ def test_another_origin_is_refused(server: Server, page: str) -> None:
     request = urllib.request.Request(address, headers={"Origin": "http://elsewhere.example"})
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=20)
-    assert refused.value.code == 403
+    with refused.value as answer:
+        assert answer.code == 403
