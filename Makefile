@@ -61,10 +61,11 @@ wheel: $(BIN)/python ## Build the wheel into dist/
 gpu-check: $(VENV)/installed-test ## Run the tests that need a GPU, and measure on it; without one it fails
 	REQUIRE_GPU=1 GPU_FIGURES=build/gpu.json $(BIN)/python -m pytest -m gpu --continue-on-collection-errors --durations 10
 
-comfyui-check: $(VENV)/installed-test ## Run the tests against a ComfyUI: COMFYUI=checkout, COMFYUI_PYTHON=its Python, COMFYUI_FRONTEND=its page
+comfyui-check: $(VENV)/installed-test ## Run the tests against a ComfyUI: COMFYUI=checkout, COMFYUI_PYTHON=its Python, COMFYUI_FRONTEND=its page, COMFYUI_NODES=packs of nodes
 	@test -f "$(COMFYUI)/main.py" || { echo "Name a checkout: make comfyui-check COMFYUI=/path/to/ComfyUI"; exit 1; }
 	SIGMASCOPE_COMFYUI="$(abspath $(COMFYUI))" SIGMASCOPE_COMFYUI_PYTHON="$(or $(COMFYUI_PYTHON),$(CURDIR)/$(BIN)/python)" \
 		SIGMASCOPE_COMFYUI_FRONTEND="$(if $(COMFYUI_FRONTEND),$(abspath $(COMFYUI_FRONTEND)))" \
+		SIGMASCOPE_COMFYUI_NODES="$(if $(COMFYUI_NODES),$(abspath $(COMFYUI_NODES)))" \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m comfyui tests/integrations/comfyui
 
 pocket: $(VENV)/installed-lbm ## Train the pocket model again (about an hour on 2 cores)

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.comfy_shapes.checkout import why_not
 from tests.integrations.comfyui.host import Host, Node, latent
+from tests.integrations.comfyui.server import Server, make_base, serving
 
 from sigmascope.integrations.comfyui.session import Session
 from sigmascope.records.run import Run
@@ -48,9 +50,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setitem(sys.modules, name, module)
 
     def sample(latent_image: Any, steps: int, **_: Any) -> Any:
-        assert host.here is not None
-        for step in range(steps):
-            host.registry.tell("update_handler", host.here.node_id, step + 1, steps)
+        host.step_through(steps)
         return (latent(),)
 
     def expand(x: Any) -> Any:
@@ -96,3 +96,20 @@ def watch(host: Host, tmp_path: Path) -> Iterator[Watch]:
     yield begin
     for session in begun:
         session.stop()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ComfyUI's base folder with tiny models, nodes that plant faults, and our loader."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    base = tmp_path_factory.mktemp("comfyui")
+    make_base(base)
+    return base
+
+
+@pytest.fixture(scope="session")
+def server(base: Path) -> Iterator[Server]:
+    """A watched server, for all tests."""
+    with serving(base) as server:
+        yield server

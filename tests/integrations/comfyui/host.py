@@ -6,7 +6,7 @@ those that are tasks, and reports failures in its result. It is written from the
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -99,15 +99,23 @@ class Vae:
         return "tiles"
 
 
+class Patcher:
+    def register_all_hook_patches(self, hooks: Any, target_dict: Any) -> None: ...
+
+    def patch_hook_weight_to_device(self, hooks: Any, combined_patches: Any, key: str) -> None: ...
+
+
 class Host:
     """The modules, by name, and the nodes that a graph may have: functions of their inputs.
 
     Attributes:
         here: The node that runs, as `get_executing_context` has it.
+        told: Called once whoever waits for a prompt knows of its end.
     """
 
     def __init__(self) -> None:
         self.here: Context | None = None
+        self.told: Callable[[], object] = lambda: None
         self.nodes: dict[str, Any] = {}
         self.registry = Registry("none", None)
         self.cache: dict[tuple[str, str], Any] = {}
@@ -121,6 +129,7 @@ class Host:
                 "comfy.utils",
                 "comfy.lora",
                 "comfy.model_management",
+                "comfy.model_patcher",
                 "comfy.sd",
             )
         }
@@ -138,9 +147,19 @@ class Host:
             setattr(ProgressHandler, name, vars(Handler)[name])
         ProgressRegistry = type("ProgressRegistry", (), dict(vars(Registry)))
         VAE = type("VAE", (), dict(vars(Vae)))
+        ModelPatcher = type("ModelPatcher", (), dict(vars(Patcher)))
 
         def load_torch_file(ckpt: str, safe_load: bool = False, **_: Any) -> dict[str, Any]:
             return {"read": ckpt}
+
+        class ProgressBar:
+            def __init__(self, total: int, node_id: str | None = None) -> None:
+                self.total, self.node_id = total, node_id
+
+            def update_absolute(self, value: int, total: int | None = None, preview: Any = None) -> None:
+                """As since ComfyUI 0.33: of fast steps, handlers hear the first and the last."""
+                if value in (1, self.total) and host.here is not None:
+                    host.registry.tell("update_handler", host.here.node_id, value, self.total)
 
         def load_lora(
             lora: Mapping[str, Any], to_load: Mapping[str, Any], log_missing: bool = True
@@ -185,25 +204,51 @@ class Host:
             ) -> None:
                 await host.run_prompt(self, prompt, prompt_id)
 
+        class PromptQueue:
+            def __init__(self) -> None:
+                self.items: list[Any] = []
+
+            def put(self, item: Any) -> None:
+                self.items.append(item)
+
+            def get_flags(self, reset: bool = True) -> dict[str, bool]:
+                return {}
+
+        async def validate_prompt(prompt_id: str, prompt: Graph, partial_execution_list: Any) -> bool:
+            return True
+
+        self._set("execution", PromptQueue=PromptQueue, validate_prompt=validate_prompt)
         self._set(
             "comfy_execution.progress", ProgressHandler=ProgressHandler, ProgressRegistry=ProgressRegistry
         )
         self._set("comfy_execution.utils", get_executing_context=lambda: host.here)
-        self._set("comfy.utils", load_torch_file=load_torch_file)
+        self._set("comfy.utils", load_torch_file=load_torch_file, ProgressBar=ProgressBar)
         self._set("comfy.lora", load_lora=load_lora)
         self._set("comfy.model_management", load_models_gpu=load_models_gpu, current_loaded_models=[])
+        self._set("comfy.model_patcher", ModelPatcher=ModelPatcher)
         self._set("comfy.sd", VAE=VAE)
         self._set(
             "execution", PromptExecutor=PromptExecutor, execute=execute, get_output_data=get_output_data
         )
 
+    def step_through(self, steps: int) -> None:
+        """What a sampler tells of its steps."""
+        bar = self.module("comfy.utils").ProgressBar(steps)
+        for step in range(steps):
+            bar.update_absolute(step + 1, steps)
+
     def _set(self, module: str, **names: Any) -> None:
         vars(self.modules[module]).update(names)
 
     def prompt(self, graph: Graph, prompt_id: str = "prompt-1", extra_data: Any = None) -> Any:
-        """Run a graph to its end, and give the executor."""
-        executor = self.module("execution").PromptExecutor()
+        """Validate, queue and run a graph to its end, and give the executor."""
+        execution = self.module("execution")
+        executor, queue = execution.PromptExecutor(), execution.PromptQueue()
+        asyncio.run(execution.validate_prompt(prompt_id, graph, None))
+        queue.put((1.0, prompt_id, graph, {}, []))
         asyncio.run(executor.execute_async(graph, prompt_id, extra_data or {}, []))
+        self.told()
+        queue.get_flags()
         return executor
 
     async def run_prompt(self, executor: Any, graph: Graph, prompt_id: str) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 from tests.comfy_shapes.checkout import VARIABLE, why_not
-from tests.integrations.comfyui.test_checkout import Server, base, graph, node, serving
+from tests.integrations.comfyui.graphs import graph
+from tests.integrations.comfyui.server import Server, node, serving
 
 import sigmascope
 from sigmascope.records.run import Run
 from sigmascope.units import format_size, seconds
-
-__all__ = ["base"]  # a fixture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FRONTEND, PICTURES = os.environ.get(f"{VARIABLE}_FRONTEND"), os.environ.get(f"{VARIABLE}_PICTURES")

@@ -1,200 +1,27 @@
-"""A real ComfyUI, started as a process: workflows are posted over HTTP, and the records are held to what was planted.
+"""A real ComfyUI, started as a process: workflows are posted over HTTP, and the records are held to what was planted."""
 
-`SIGMASCOPE_COMFYUI` names the checkout, and `SIGMASCOPE_COMFYUI_PYTHON` a Python with its requirements (else this one).
-"""
-
-import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.comfy_shapes.checkout import VARIABLE, why_not
+from tests.integrations.comfyui.graphs import SLEEP, graph
+from tests.integrations.comfyui.server import Server, node, serving, states
 
 import sigmascope
-from sigmascope.integrations.comfyui.node_pack import _LOADER
-from sigmascope.records.run import Run, Stage
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
-HERE = Path(__file__).parent
-SLEEP = 0.3
-FOUND_IN = Path(sigmascope.__file__).parents[1]
 
 
-class Server:
-    """A ComfyUI that answers."""
-
-    def __init__(self, port: int, base: Path, records: Path) -> None:
-        self.port, self.base, self.records = port, base, records
-
-    def ask(self, path: str, data: Any = None) -> Any:
-        body = None if data is None else json.dumps(data).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read() or b"null")
-
-    def prompt(self, graph: dict[str, Any]) -> str:
-        """Post a graph, wait for its end, and give its id."""
-        prompt_id: str = self.ask("/prompt", {"prompt": graph})["prompt_id"]
-        for _ in range(6000):
-            if prompt_id in self.ask(f"/history/{prompt_id}"):
-                return prompt_id
-            time.sleep(0.02)
-        raise TimeoutError(prompt_id)
-
-    def run(self, graph: dict[str, Any]) -> Run:
-        """The record of a prompt."""
-        prompt_id = self.prompt(graph)
-        for _ in range(1000):
-            if found := list(self.records.glob(f"*-{prompt_id[:8]}.json")):
-                return sigmascope.load_run(found[0])
-            time.sleep(0.02)
-        raise TimeoutError(f"no record of {prompt_id}")
-
-
-def python() -> str:
-    return os.environ.get(f"{VARIABLE}_PYTHON", sys.executable)
-
-
-@contextmanager
-def serving(base: Path, pages: Path | None = None, **variables: str) -> Iterator[Server]:
-    """Start the checkout's server, with the pages of a frontend if one is given, and end it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    records = base / f"records-{port}"
-    if pages is None:
-        pages = base / "pages"
-        pages.mkdir(exist_ok=True)
-    words = [
-        python(),
-        str(Path(os.environ[VARIABLE]) / "main.py"),
-        "--cpu",
-        "--port",
-        str(port),
-        "--disable-api-nodes",
-    ]
-    words += [
-        "--base-directory",
-        str(base),
-        "--front-end-root",
-        str(pages),
-        "--database-url",
-        "sqlite:///:memory:",
-    ]
-    told = {
-        "SIGMASCOPE_COMFYUI_RECORDS": str(records),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(FOUND_IN),
-        **variables,
-    }
-    with (base / f"server-{port}.log").open("w") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log, cwd=base, env={**os.environ, **told})
-        server = Server(port, base, records)
-        try:
-            for _ in range(1200):
-                assert process.poll() is None, Path(log.name).read_text()[-2000:]
-                try:
-                    server.ask("/system_stats")
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            yield server
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ComfyUI's base folder with tiny models, nodes that plant faults, and our loader."""
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    base = tmp_path_factory.mktemp("comfyui")
-    subprocess.run(
-        [python(), HERE / "tiny_models.py", os.environ[VARIABLE], base], check=True, capture_output=True
-    )
-    for name, text in {"planted": (HERE / "planted_nodes.py").read_text(), "sigmascope": _LOADER}.items():
-        (base / "custom_nodes" / name).mkdir()
-        (base / "custom_nodes" / name / "__init__.py").write_text(text)
-    return base
-
-
-@pytest.fixture(scope="module")
-def server(base: Path) -> Iterator[Server]:
+def test_pictures_are_those_of_the_bare_server_and_the_record_adds_up(base: Path) -> None:
     with serving(base) as server:
-        yield server
-
-
-def graph(planted: str = "", *, seed: int = 1, lora: str = "good", strength: float = 0.8) -> dict[str, Any]:
-    """Checkpoint, LoRA, prompts, sampling and decoding; a planted node between the last two."""
-    nodes: dict[str, Any] = {
-        "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "tiny.safetensors"}},
-        "2": {
-            "class_type": "LoraLoader",
-            "inputs": {
-                "model": ["1", 0],
-                "clip": ["1", 1],
-                "lora_name": f"{lora}.safetensors",
-                "strength_model": strength,
-                "strength_clip": strength,
-            },
-        },
-        "3": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["2", 1], "text": "a cat"}},
-        "5": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}},
-        "6": {
-            "class_type": "KSampler",
-            "inputs": {
-                "model": ["2", 0],
-                "positive": ["3", 0],
-                "negative": ["3", 0],
-                "latent_image": ["5", 0],
-                "seed": seed,
-                "steps": 2,
-                "cfg": 5.0,
-                "sampler_name": "euler",
-                "scheduler": "normal",
-                "denoise": 1.0,
-            },
-        },
-        "7": {"class_type": "VAEDecode", "inputs": {"samples": ["6", 0], "vae": ["1", 2]}},
-        "8": {"class_type": "SaveImage", "inputs": {"images": ["7", 0], "filename_prefix": "x"}},
-    }
-    if planted == "PlantedOutOfMemory":
-        nodes["9"] = {"class_type": planted, "inputs": {"vae": ["1", 2]}}
-        nodes["7"]["inputs"]["vae"] = ["9", 0]
-    elif planted:
-        nodes["9"] = {"class_type": planted, "inputs": {"x": ["6", 0], "seconds": SLEEP}}
-        nodes["7"]["inputs"]["samples"] = ["9", 0]
-    return nodes
-
-
-def node(run: Run, node_id: str) -> Stage:
-    return next(stage for stage in run.walk() if stage.facts.get("node", {}).get("id") == node_id)
-
-
-def states(run: Run) -> dict[str, str]:
-    return {one["id"]: one["state"] for one in run.facts["comfyui"]["nodes"]}
-
-
-def test_pictures_are_those_of_the_bare_server_and_the_record_adds_up(base: Path, server: Server) -> None:
-    run = server.run(graph())
-    watched = max((base / "output").glob("*.png"), key=lambda file: file.stat().st_mtime).read_bytes()
-    shutil.rmtree(base / "output")
+        server.watch("look")  # ComfyUI's own first prompt takes time before its first node
+        prompt_id = server.prompt(graph())
+        run, (watched,) = server.record(prompt_id), server.pictures(prompt_id)
     with serving(base, SIGMASCOPE="0") as bare:
-        bare.prompt(graph())
+        (picture,) = bare.pictures(bare.prompt(graph()))
         assert not bare.records.exists()
-    (picture,) = (base / "output").glob("*.png")
-    assert picture.read_bytes() == watched
+    assert picture == watched
     assert run.facts["comfyui"]["instruments_off"] == {}
     assert run.facts["comfyui"]["seconds_of_no_node"] < max(0.02, 0.01 * run.seconds)
     sampler = node(run, "6")

@@ -1,5 +1,6 @@
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import sigmascope
 from sigmascope.integrations.comfyui import session as sessions
 from sigmascope.integrations.comfyui.instruments import kinds
 from sigmascope.integrations.comfyui.one_line import line_of
-from sigmascope.integrations.comfyui.session import KEPT
+from sigmascope.integrations.comfyui.session import KEPT, Session
 from sigmascope.reports.markdown import to_markdown
 
 
@@ -60,7 +61,7 @@ def test_where_a_function_is_gone_its_instrument_alone_stays_off(
     assert name in watched.off()
     assert watched.off().keys() <= shared
     assert sum(f"{name} is off" in record.message for record in caplog.records) == 1
-    if need.name not in ("get_output_data", "execute", "ProgressRegistry.__init__"):
+    if need.name not in ("get_output_data", "execute", "ProgressRegistry.__init__", "PromptQueue.put"):
         assert watched.run(GRAPH).facts["comfyui"]["instruments_off"].keys() == watched.off().keys()
 
 
@@ -166,8 +167,12 @@ def test_one_line_says_what_a_prompt_took(watch: Watch, host: Host) -> None:
 
 
 def test_a_record_prints_and_becomes_a_page(
-    watch: Watch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    watch: Watch, host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    sample = host.nodes["Sampler"].run
+    host.nodes["Sampler"].run = lambda **inputs: (time.sleep(0.05), sample(**inputs))[
+        1
+    ]  # long enough for a row
     run = watch().run(with_node("Expand"))
     run.print(full=True)
     assert "Sampler" in capsys.readouterr().out
@@ -176,3 +181,14 @@ def test_a_record_prints_and_becomes_a_page(
     assert "Sampler" in to_markdown(run)
     assert states(run)["4"] == "run"
     assert nodes(run)["4"].name == "Expand"
+
+
+def test_two_wraps_of_one_function_leave_it_as_it_was_in_any_order(host: Host) -> None:
+    before = functions(host)
+    first, second = Session(None), Session(None)
+    first.start()
+    second.start()
+    first.stop()  # its wrappers lie inside those of the other
+    assert functions(host) != before
+    second.stop()
+    assert functions(host) == before

@@ -1,4 +1,7 @@
 import asyncio
+import json
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ from tests.integrations.comfyui.conftest import Watch
 from tests.integrations.comfyui.host import Host, Interrupted, Node, latent
 
 from sigmascope.integrations.comfyui.lora import use_of
+from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.records.run import Run, Stage
 
 SETTINGS = {"sampler_name": "euler", "scheduler": "normal", "steps": 3, "cfg": 5.0, "seed": 7, "denoise": 0.5}
@@ -44,6 +48,17 @@ def test_sampling_steps_and_settings_are_recorded(watch: Watch) -> None:
     assert sampler.facts["sampling"] == {**told, "latent": [1, 4, 8, 8], "unavailable": {}}
 
 
+def test_steps_that_comfyui_leaves_out_are_missing_with_a_reason_where_bars_are_not_heard(
+    watch: Watch, host: Host
+) -> None:
+    bar = host.module("comfy.utils").ProgressBar
+    move = bar.update_absolute
+    bar.update_absolute = lambda *arguments: move(*arguments)
+    sampler = nodes(watch().run(GRAPH))["3"]
+    assert len(sampler.steps) == 2
+    assert "several" in sampler.unavailable["steps"]
+
+
 def test_the_second_prompt_says_what_was_cached_and_what_changed(watch: Watch) -> None:
     watched = watch()
     watched.run(GRAPH)
@@ -54,6 +69,26 @@ def test_the_second_prompt_says_what_was_cached_and_what_changed(watch: Watch) -
     assert changed["settings"] == [{"node": "3", "input": "seed", "was": 7, "now": 8}]
     assert (changed["files_read_then"], changed["files_read_now"]) == (True, False)
     assert run.facts["comfyui"]["files_kept"] == [{"file": "model.safetensors", "from": "kept", "node": "1"}]
+
+
+@pytest.mark.parametrize(("privacy", "was"), [("full", "<text>"), ("hash", "<text>"), ("none", None)])
+def test_the_first_prompt_of_a_new_process_is_compared_with_the_last_record(
+    watch: Watch, host: Host, privacy: str, was: str | None
+) -> None:
+    host.nodes["Text"] = Node(("LATENT",), lambda text, x: (x,))
+
+    def says(text: str) -> dict[str, Any]:
+        return {**GRAPH, "4": {"class_type": "Text", "inputs": {"text": text, "x": ["3", 0]}}}
+
+    first = watch(privacy).run(says("a cat"))
+    again = watch(privacy)
+    again.records()  # what is there from before has been read
+    run = again.run(says("a dog"), "prompt-2")
+    changed = run.facts["comfyui"]["changed"]
+    assert changed["since_prompt"] == first.facts["comfyui"]["prompt_id"] == "prompt-1"
+    assert [time["node"] for time in changed["times"]] == ["4"]  # the others were cached
+    assert [setting["was"] for setting in changed["settings"]] == ([] if was is None else [was])
+    assert "cat" not in json.dumps(changed)
 
 
 def test_expanded_nodes_lie_in_the_one_that_they_came_from(watch: Watch) -> None:
@@ -92,6 +127,20 @@ def test_nodes_and_the_rest_add_up_to_the_prompt(watch: Watch) -> None:
     assert outermost + rest == pytest.approx(run.stages[0].seconds, abs=0.02)
 
 
+def test_what_comes_before_a_prompt_is_known(
+    watch: Watch, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter([0, 3_000_000_000, time.perf_counter_ns() - 100_000_000_000])
+    fake = SimpleNamespace(perf_counter_ns=lambda: next(moments))
+    watched = watch()
+    monkeypatch.setattr("sigmascope.integrations.comfyui.queueing.time", fake)
+    run = watched.run(GRAPH)
+    before = run.facts["comfyui"]["seconds_before"]
+    assert before["validation"] == 3.0
+    assert 100.0 <= before["queue"] < 200.0
+    assert "in the queue before" in line_of(run)
+
+
 def test_a_file_that_is_read_belongs_to_the_node_that_reads_it(watch: Watch, tmp_path: Any) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"x" * 1000)
@@ -125,6 +174,44 @@ def test_the_first_odd_output_is_found_and_empty_latents_are_meant_to_be(
     graph = {**with_node("Spoil"), "5": {"class_type": "Pass", "inputs": {"x": ["4", 0]}}}
     odd = watch().run(graph).facts["comfyui"].get("first_odd_output")
     assert odd == (None if what is None else {"what": what, "node": "4", "class_type": "Spoil", "output": 0})
+
+
+class Patcher:
+    """What ComfyUI loads: a model of 100 bytes, of which some are on the card."""
+
+    load_device, offload_device = "cuda:0", "cpu"
+
+    def __init__(self, kind: str, loaded: int) -> None:
+        self.model, self.loaded = type(kind, (), {})(), loaded
+
+    def model_size(self) -> int:
+        return 100
+
+    def loaded_size(self) -> int:
+        return self.loaded
+
+
+def test_models_in_part_and_evictions_are_told(watch: Watch, host: Host) -> None:
+    held, clip, vae, unet = Patcher("Held", 80), Patcher("Clip", 100), Patcher("Vae", 100), Patcher("Unet", 0)
+    management = host.module("comfy.model_management")
+    loaded = management.current_loaded_models
+    loaded[:] = [SimpleNamespace(model=patcher) for patcher in (held, clip, vae)]
+
+    def load_models_gpu(models: Any) -> None:
+        del loaded[1]
+        vae.loaded, unet.loaded = 40, 70
+        loaded.append(SimpleNamespace(model=unet))
+
+    management.load_models_gpu = load_models_gpu
+    host.nodes["Models"] = Node(("LATENT",), lambda x: (management.load_models_gpu([unet, held]), (x,))[1])
+    (load,) = nodes(watch().run(with_node("Models")))["4"].facts["loads"]
+    assert load["evicted"] == ["Clip"]
+    assert load["evicted_in_part"] == [{"model": "Vae", "bytes": 60}]
+    assert [(one["model"], one["kept"], one["whole"]) for one in load["models"]] == [
+        ("Unet", False, False),
+        ("Held", True, False),
+    ]
+    assert load["models"][0]["bytes_on_each"] == {"cuda:0": 70, "cpu": 30}
 
 
 def test_a_lora_s_keys_and_patches_are_counted(watch: Watch, host: Host) -> None:

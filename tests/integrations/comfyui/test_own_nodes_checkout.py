@@ -1,25 +1,18 @@
 """The three nodes in a real ComfyUI, started as a process."""
 
 import time
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from tests.integrations.comfyui.test_checkout import Server, base, graph, node, serving, states
+from tests.integrations.comfyui.graphs import graph
+from tests.integrations.comfyui.server import Server, node, serving, states
 
 import sigmascope
 
-__all__ = ["base"]  # a fixture
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def server(base: Path) -> Iterator[Server]:
-    with serving(base) as server:
-        yield server
 
 
 def with_ours(seed: int) -> dict[str, Any]:

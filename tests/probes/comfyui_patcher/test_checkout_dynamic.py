@@ -11,6 +11,7 @@ from torch import nn
 
 from sigmascope.probes.comfyui_patcher import original_weight, read_patches
 from sigmascope.probes.used_weight import UsedWeights
+from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 pytestmark = pytest.mark.comfyui
 
@@ -109,3 +110,15 @@ def test_the_weight_in_use_has_what_is_applied_lazily(
     torch.testing.assert_close(used.used, expected, atol=1e-5, rtol=0)
     assert torch.equal(used.stored, stored)
     assert torch.equal(patcher.model.matrix.weight, stored)
+
+
+@pytest.mark.parametrize(("layer", "effective"), [("matrix", True), ("plain", False)])
+def test_the_verdict_on_a_lora_is_by_what_the_patcher_does(
+    comfy: Checkout, load_dynamically: Callable[[Change], Any], layer: str, effective: bool
+) -> None:
+    before = load_dynamically({})
+    baseline = capture_lora_baseline(before, None)
+    after = before.clone()
+    after.add_patches(loaded(comfy, layer))
+    after.load(META)
+    assert analyze_lora_application_results(baseline, after, None, (after,))["effective"] is effective

@@ -55,15 +55,12 @@ class Encodings(Instrument):
         super().stop(reason)
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
+        inputs = call.get("input_data_all")
+        if not isinstance(inputs, Mapping) or inputs.keys().isdisjoint(("clip", "vae")):
+            return
         prompt = self.session.prompt_of(call.get("prompt_id"))
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
-        inputs = call.get("input_data_all")
-        if (
-            node is None
-            or error is not None
-            or not isinstance(inputs, Mapping)
-            or not isinstance(result, tuple)
-        ):
+        if node is None or error is not None or not isinstance(result, tuple):
             return
         first = {name: first_of(value) for name, value in inputs.items()}
         kinds = getattr(call.get("obj"), "RETURN_TYPES", ())

@@ -6,7 +6,8 @@ it knows it, it stays off and says why; where it fails later, it takes itself of
 
 import logging
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, ClassVar, Final, Literal, Protocol, TypedDict, runtime_checkable
 
@@ -18,6 +19,7 @@ from sigmascope.probes.reading import describe
 _log = logging.getLogger("sigmascope")
 _FILES: Final = (
     "prompts",
+    "queueing",
     "progress",
     "execution",
     "values",
@@ -25,6 +27,7 @@ _FILES: Final = (
     "loading",
     "tiles",
     "lora",
+    "hook_lora",
     "encodings",
 )
 """Modules of this folder, in the order in which their instruments are put on."""
@@ -56,6 +59,12 @@ class Watched(Protocol):
 
     def end(self, prompt_id: str, messages: Iterable[Any], error: BaseException | None) -> None:
         """A prompt is over."""
+
+    def finish(self) -> None:
+        """Make the record of the prompt that is over, if there is one."""
+
+    def abandon(self) -> None:
+        """The prompt that runs is not recorded to its end."""
 
 
 class Instrument:
@@ -115,8 +124,21 @@ class Instrument:
         while self.wraps:
             self.wraps.pop().take_off()
 
+    def at_the_beginning(self) -> None:
+        """Put on what ComfyUI did not have yet when the rest was. On the host's thread, before each prompt."""
+
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Say of a prompt, which is over, what is only known now. On the host's thread."""
+
+    def attempt(self, act: Callable[[], None]) -> None:
+        """Do something of its own, if it is on; where that fails, it takes itself off."""
+        if self.works:
+            began = time.perf_counter_ns()
+            try:
+                act()
+            except Exception as failure:  # noqa: BLE001 - whatever an instrument raises must not reach the host
+                self.failed(failure)
+            self.took(time.perf_counter_ns() - began)
 
     def node_here(self) -> NodeWatch | None:
         """The node that runs in this context; where ComfyUI does not say, the one that started last."""

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from typing import Any, Final
+from collections import Counter
+from typing import Any, Final, NamedTuple
 
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import Need
@@ -11,6 +12,13 @@ from sigmascope.probes.reading import attempt
 
 LOADS: Final = "loads"
 """The fact of a node's stage that lists them."""
+
+
+class _OnDevice(NamedTuple):
+    """A model's class, and how many of its bytes are there."""
+
+    name: str
+    loaded_bytes: int
 
 
 class Loading(Instrument):
@@ -29,7 +37,7 @@ class Loading(Instrument):
         """See `Instrument`."""
         self.wraps.append(Wrap(self.needs[0], self, before=self._before, after=self._after))
 
-    def _before(self, _call: Call) -> tuple[float, dict[int, str]]:
+    def _before(self, _call: Call) -> tuple[float, dict[int, _OnDevice]]:
         return time.perf_counter(), _on_devices()
 
     def _after(self, call: Call, known: Any, _result: object, error: BaseException | None) -> None:
@@ -43,22 +51,34 @@ class Loading(Instrument):
             {**_known(patcher), "kept": id(getattr(patcher, "model", None)) in before}
             for patcher in call.get("models") or ()
         ]
-        evicted = [name for key, name in before.items() if key not in now]
+        asked = {id(getattr(patcher, "model", None)) for patcher in call.get("models") or ()}
+        evicted = [was.name for key, was in before.items() if key not in now]
+        in_part = [
+            {"model": was.name, "bytes": was.loaded_bytes - now[key].loaded_bytes}
+            for key, was in before.items()
+            if key in now and key not in asked and now[key].loaded_bytes < was.loaded_bytes
+        ]
         node.add(
             LOADS,
-            {"seconds": took, "models": wanted, "evicted": evicted, "error": error and type(error).__name__},
+            {
+                "seconds": took,
+                "models": wanted,
+                "evicted": evicted,
+                "evicted_in_part": in_part,
+                "error": error and type(error).__name__,
+            },
         )
         if node.is_sampler and node.seen_steps == 0:
             prompt.step_begins(node)  # what loading took is not the first step's
 
 
-def _on_devices() -> dict[int, str]:
-    """The class of each model that ComfyUI holds on a device, by the model's identity."""
+def _on_devices() -> dict[int, _OnDevice]:
+    """Each model that ComfyUI holds on a device, by the model's identity."""
     known = {}
     for loaded in sys.modules["comfy.model_management"].current_loaded_models:
         patcher = loaded.model
         if patcher is not None:
-            known[id(patcher.model)] = type(patcher.model).__name__
+            known[id(patcher.model)] = _OnDevice(type(patcher.model).__name__, int(patcher.loaded_size()))
     return known
 
 
@@ -69,13 +89,16 @@ def _known(patcher: Any) -> dict[str, Any]:
 
 
 def _figures(patcher: Any) -> dict[str, Any]:
-    """Of a model: its class, its bytes, how many of them are on its device, and which that is."""
+    """Of a model: its class, its bytes, how many of them are on its device, which that is, and where the others are."""
     whole, there = patcher.model_size(), patcher.loaded_size()
+    on_each = Counter({str(patcher.load_device): int(there)})
+    on_each[str(patcher.offload_device)] += int(whole) - int(there)
     return {
         "model": type(patcher.model).__name__,
         "device": str(patcher.load_device),
         "bytes": int(whole),
         "loaded_bytes": int(there),
+        "bytes_on_each": {device: size for device, size in on_each.items() if size > 0},
         "whole": bool(there >= whole),
     }
 

@@ -68,15 +68,16 @@ class Lora(Instrument):
             node.add(LORA, {"keys": len(call.get("lora") or ()), "patches": len(result)})
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
+        inputs = call.get("input_data_all")
         prompt = self.session.prompt_of(call.get("prompt_id"))
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
-        inputs = call.get("input_data_all")
         if prompt is None or node is None or error is not None or not isinstance(inputs, Mapping):
             return
         name = first_of(inputs.get("lora_name"))
-        if LORA not in node.facts and name is None:
-            return
         kinds = getattr(call.get("obj"), "RETURN_TYPES", ())
+        # A hook's LoRA is read by the node that samples with it too; `hook_lora` judges it.
+        if (LORA not in node.facts and name is None) or _is_hooked(node, kinds, inputs):
+            return
         outputs = {str(kind): first_of(values) for kind, values in zip(kinds, result[0] or (), strict=False)}
         models = {
             "unet before": first_of(inputs.get("model")),
@@ -108,8 +109,13 @@ class Lora(Instrument):
             one.node.add(VERDICTS, {"lora": one.name, **verdict})
 
 
+def _is_hooked(node: NodeWatch, kinds: Sequence[Any], inputs: Mapping[str, Any]) -> bool:
+    """Whether a node makes hooks, has them set on a model, or samples or encodes with them."""
+    return "HOOKS" in kinds or "hooks" in inputs or node.is_sampler or "CONDITIONING" in kinds
+
+
 def path_of(name: Any) -> str | None:
-    """The file of a LoRA as a loader names it; None: it is not there."""
+    """Where a LoRA file lies that a node names; None: ComfyUI does not find it."""
     folders = sys.modules.get("folder_paths")
     if folders is None or not isinstance(name, str):
         return None
@@ -211,7 +217,7 @@ def _gravest(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def in_words(verdict: Mapping[str, Any]) -> str:
-    """Such as "16 of 17 modules used; 1 of 17 modules has a name that …"."""
+    """A verdict, such as "16 of 17 modules used; 1 of 17 modules has a name that …"."""
     if verdict["effective"] is None:
         return f"unknown ({verdict['reason'] or 'nothing was read'})"
     used, modules = verdict.get("modules_used"), verdict.get("modules")

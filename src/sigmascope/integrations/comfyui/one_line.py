@@ -9,6 +9,7 @@ from sigmascope.records.run import Run, Stage
 from sigmascope.units import format_size, percent, seconds
 
 _LEAST_SHARE = 0.01
+_LEAST_WAIT_SECONDS = 1.0
 
 
 def line_of(run: Run) -> str:
@@ -28,6 +29,9 @@ def parts_of_line(run: Run) -> Iterator[str]:
         name, longest = own.most_common(1)[0]
         if longest >= _LEAST_SHARE * run.seconds:
             yield f"{percent(longest, run.seconds)} {name}"
+    waited = (facts.get("seconds_before") or {}).get("queue") or 0.0
+    if waited >= _LEAST_WAIT_SECONDS:
+        yield f"{seconds(waited)} in the queue before"
     states = Counter(node["state"] for node in facts["nodes"])
     if states["cached"]:
         yield f"{states['cached']} of {sum(states.values())} nodes cached"

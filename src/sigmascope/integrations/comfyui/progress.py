@@ -1,4 +1,8 @@
-"""The instrument that hears of each node's start and end and of each step, by a progress handler as ComfyUI has them."""
+"""The instrument that hears of each node's start and end and of each step.
+
+Nodes come by a progress handler as ComfyUI has them. ComfyUI 0.33 leaves out steps that follow each other within 0.1 s when
+it tells handlers, so steps are heard of where a node moves its bar; by the handler only where that cannot be wrapped.
+"""
 
 import sys
 import time
@@ -12,11 +16,12 @@ from sigmascope.integrations.comfyui.wraps import Call, Wrap
 
 _MODULE: Final = "comfy_execution.progress"
 _NAME: Final = "sigmascope"
+_BAR: Final = Need("comfy.utils", "ProgressBar.update_absolute", ("value", "total"), False)
 _EVENTS: Final = ("start_handler", "update_handler", "finish_handler")
 
 
 class Progress(Instrument):
-    """Registers a handler with each `ProgressRegistry`, which is made anew for each prompt."""
+    """Registers a handler with each `ProgressRegistry`, which is made anew for each prompt, and wraps `ProgressBar`."""
 
     name = "progress"
     gives = "steps, and what each node took and used"
@@ -29,6 +34,9 @@ class Progress(Instrument):
     def put_on(self) -> None:
         """See `Instrument`."""
         module = sys.modules[_MODULE]
+        self.hears_bars = _BAR.fault() is None
+        if self.hears_bars:
+            self.wraps.append(Wrap(_BAR, self, before=self._moves))
         self._handler = _handler_of(module.ProgressHandler, self)
         self.wraps.append(Wrap(self.needs[0], self, after=self._made))
 
@@ -39,6 +47,16 @@ class Progress(Instrument):
         if handler is not self._handler:
             return "a new ProgressRegistry does not have our handler"
         return super().fault()
+
+    def _moves(self, call: Call) -> None:
+        prompt, node = self.session.prompt, self.node_here()
+        if prompt is not None and node is not None:
+            bar, total = call.arguments[0], call.get("total")
+            maximum = bar.total if total is None else total
+            named = getattr(bar, "node_id", None)
+            prompt.ticked(
+                node if named is None else prompt.nodes.get(named), min(call.get("value"), maximum), maximum
+            )
 
     def _made(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
         if error is None:
@@ -73,7 +91,8 @@ def _handler_of(kind: Any, instrument: Progress) -> Any:
             **__: object,
         ) -> None:
             """A node's bar moves."""
-            guarded(prompt_id, lambda prompt: prompt.ticked(node_id, value, max_value))
+            if not instrument.hears_bars:
+                guarded(prompt_id, lambda prompt: prompt.ticked(prompt.nodes.get(node_id), value, max_value))
 
         def finish_handler(self, node_id: str, state: object, prompt_id: str) -> None:
             """A node ends well; told of cached nodes too, which never started."""

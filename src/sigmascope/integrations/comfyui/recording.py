@@ -25,6 +25,7 @@ TEXTS: Final = frozenset(
     {"text", "prompt", "text_g", "text_l", "clip_l", "clip_g", "t5xxl", "positive_prompt", "negative_prompt"}
 )
 """Inputs whose text is a prompt."""
+_SEVERAL_AT_ONCE: Final = "ComfyUI told of several steps at once: some steps are the sum of several"
 _NO_END: Final = "no end of the node was seen"
 
 
@@ -38,7 +39,10 @@ class NodeWatch:
         ended_ns: When it ended; None: it has not.
         facts: What instruments say of it, by the name of the fact.
         is_sampler: Whether its steps are sampling steps.
+        step: What times its sampling steps, one after the other; None: there was none yet.
+        is_in_step: Whether time counts for a step now.
         seen_steps: Sampling steps that have ended.
+        last_tick: Where the sampler's bar stood last.
     """
 
     def __init__(self, id: str, class_type: str, stage: LiveStage, context: Context) -> None:
@@ -49,7 +53,9 @@ class NodeWatch:
         self.facts: dict[str, Any] = {}
         self.is_sampler = False
         self.seen_steps = 0
+        self.last_tick: int | float = 0
         self.step: Step | None = None
+        self.is_in_step = False
 
     def add(self, fact: str, value: Any) -> None:
         """Add to the list that the fact is."""
@@ -80,12 +86,18 @@ class PromptRecording:
             f"ComfyUI {prompt_id[:8]}",
             keeps_words=privacy_of(privacy).keeps_words,
             clock=time.perf_counter_ns,
+            step_memory=False,  # a third of what a step costs; the thread that samples looks ten times a second
         )
         self._context = Context()
         self._context.run(self.recorder.__enter__)
         self._stage = self.recorder.stage("generation")
         self._context.run(self._stage.__enter__)
         self._last: NodeWatch | None = None
+
+    @property
+    def started_ns(self) -> int:
+        """When it began to run, on `time.perf_counter_ns`."""
+        return self._stage.started_ns
 
     def info(self, node_id: str) -> Mapping[str, Any]:
         """What the graph says of a node, expanded ones included; empty: nothing."""
@@ -125,20 +137,24 @@ class PromptRecording:
         """From now on time counts for the sampler's next step; one that had begun is not counted."""
         if node.ended_ns is None:
             self._drop_step(node)
-            node.step = self.recorder.step()
+            if node.step is None:
+                node.step = self.recorder.step()
             node.context.run(node.step.__enter__)
+            node.is_in_step = True
 
-    def ticked(self, node_id: str, value: int | float, maximum: int | float) -> None:
+    def ticked(self, node: NodeWatch | None, value: int | float, maximum: int | float) -> None:
         """A node's own bar moved: a sampling step has ended, or something else of which only the count is kept."""
-        node = self.nodes.get(node_id)
         if node is None or node.ended_ns is not None:
             return
         if not node.is_sampler:
             node.facts["progress"] = {"done": value, "of": maximum}
             return
-        if node.step is not None:
-            step, node.step = node.step, None
-            node.context.run(step.__exit__, None, None, None)
+        if value > node.last_tick + 1:
+            node.stage.missing("steps", _SEVERAL_AT_ONCE)
+        node.last_tick = value
+        if node.is_in_step and node.step is not None:
+            node.is_in_step = False
+            node.context.run(node.step.__exit__, None, None, None)
             node.seen_steps += 1
         if value < maximum:
             self.step_begins(node)
@@ -153,9 +169,9 @@ class PromptRecording:
             self._close(node, error)
 
     def _drop_step(self, node: NodeWatch) -> None:
-        if node.step is not None:
+        if node.is_in_step and node.step is not None:
+            node.is_in_step = False
             node.context.run(node.step.drop)
-            node.step = None
 
     def _close(self, node: NodeWatch, error: BaseException | None) -> None:
         self._drop_step(node)

@@ -1,8 +1,8 @@
 """The watch of one ComfyUI process: its instruments, the prompt that runs, and the records of the last ones.
 
 `start` puts the instruments on, once ComfyUI's own modules are there; `stop` takes them off. A prompt's record is made on
-the host's thread, which alone may ask a device. Finding out what is to be said of it, writing and the log line happen on
-a thread of our own, so that the next prompt need not wait.
+the host's thread, which alone may ask a device, once ComfyUI has told of the prompt's end, so that nobody waits for it.
+Finding out what is to be said of it, writing and the log line happen on a thread of our own.
 """
 
 import atexit
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
@@ -34,6 +35,7 @@ from sigmascope.monitor.recorder import with_findings
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import Run
+from sigmascope.records.serialization import load_run
 from sigmascope.threads import own_thread
 from sigmascope.units import counted
 
@@ -85,7 +87,9 @@ class Session:
         self.last: deque[Run] = deque(maxlen=_LAST_IN_MEMORY)
         self._guard = Guard(keeps_words=privacy_of(privacy).keeps_words)
         self._prompt: PromptRecording | None = None
+        self._over: tuple[PromptRecording, int] | None = None
         self._earlier = Earlier()
+        self._remembers = False
         self._work: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.prompts = 0
@@ -106,9 +110,14 @@ class Session:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with atomic_path(self.folder / STATUS_FILE) as temporary:
                     temporary.write_text(json.dumps(self.status(), indent=1), encoding="utf-8")
+            self._begin_thread()
 
     def stop(self) -> None:
-        """Take all of them off, and finish what is to be written."""
+        """Take all of them off, and finish what is to be written. Raises nothing."""
+        try:
+            self.finish()
+        except Exception as failure:  # noqa: BLE001 - the rest is to be taken off all the same
+            _log.warning("sigmascope: a record was lost (%s)", describe(failure))
         for instrument in reversed(self.instruments):
             instrument.stop()
         thread = self._thread
@@ -130,11 +139,18 @@ class Session:
 
     def begin(self, prompt_id: str, graph: Any) -> None:
         """A prompt begins."""
+        self.finish()
         self._prompt = PromptRecording(prompt_id, graph if isinstance(graph, Mapping) else {}, self.privacy)
         self._costs = {one.name: (one.calls, one.nanoseconds) for one in self.instruments}
+        for instrument in self.instruments:
+            instrument.attempt(instrument.at_the_beginning)
+
+    def abandon(self) -> None:
+        """The prompt that runs is not recorded to its end."""
+        self._prompt = None
 
     def end(self, prompt_id: str, messages: Iterable[Any], error: BaseException | None) -> None:
-        """A prompt is over.
+        """A prompt is over. Its record is made by `finish`.
 
         Args:
             prompt_id: ComfyUI's.
@@ -150,10 +166,19 @@ class Session:
             elif name in ("execution_error", "execution_interrupted"):
                 prompt.facts["stopped_by"] = {"node": values.get("node_id"), "how": name}
         prompt.end(error)
-        for instrument in self.instruments:
-            self._guard.read(instrument.name, lambda instrument=instrument: instrument.at_the_end(prompt))  # type: ignore[misc]
-        self._earlier.compare(prompt)
+        self._over = prompt, threading.get_ident()
+
+    def finish(self) -> None:
+        """Make the record of the prompt that is over, if there is one. On another thread than the host's no device is asked."""
+        over, self._over = self._over, None
+        if over is None:
+            return
+        prompt, thread = over
+        if threading.get_ident() == thread:
+            for instrument in self.instruments:
+                instrument.attempt(partial(instrument.at_the_end, prompt))
         prompt.facts["version"] = version()
+        self._earlier.compare(prompt, version())
         prompt.facts["watch"] = self._own_cost()
         prompt.facts["instruments_off"] = {
             one.name: one.reason for one in self.instruments if not one.works and one.reason is not None
@@ -169,17 +194,33 @@ class Session:
         return costs
 
     def _hand_over(self, run: Run) -> None:
+        self._begin_thread()
+        self._work.put(run)
+
+    def _begin_thread(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             self._thread = own_thread("prompts", self._keep_all)
             self._thread.start()
-        self._work.put(run)
 
     def _keep_all(self) -> None:
+        try:
+            self._remember()
+        except Exception as failure:  # noqa: BLE001 - records are to be kept all the same
+            _log.warning("sigmascope: earlier records were not read (%s)", describe(failure))
         while (run := self._work.get()) is not None:
             try:
                 self._keep(run)
             except Exception as failure:  # noqa: BLE001 - the next record is to be written all the same
                 _log.warning("sigmascope: a record was lost (%s)", describe(failure))
+
+    def _remember(self) -> None:
+        """Know of the prompts whose records are there from an earlier process, the newest of each graph."""
+        if self.folder is None or self._remembers:
+            return
+        self._remembers = True
+        for path in sorted(self.folder.glob(PATTERN), reverse=True):
+            with suppress(Exception):  # an older version's record, or one that is damaged, tells nothing
+                self._earlier.remember(load_run(path))
 
     def _keep(self, run: Run) -> None:
         run = with_findings(run, self._guard)

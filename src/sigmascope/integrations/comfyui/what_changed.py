@@ -1,23 +1,32 @@
-"""What differs from the last prompt of the same graph: settings of nodes, then times.
+"""What differs from the last prompt of the same graph: ComfyUI's version, settings of nodes, then times.
 
-Two prompts are of one graph where their nodes and links are the same; values typed into nodes may differ.
+Two prompts are of one graph where their nodes and links are the same; values typed into nodes may differ. A record holds
+what the comparison needs, so that a prompt after a restart or an update is compared with the last one before.
 """
 
+import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from sigmascope.integrations.comfyui.recording import PromptRecording
-from sigmascope.records.prompts import HIDDEN, privacy_of
+from sigmascope.integrations.comfyui.recording import COMFYUI, NODE, TEXTS, PromptRecording
+from sigmascope.records.prompts import HIDDEN, Privacy, privacy_of
+from sigmascope.records.run import Run
 
 CHANGED: Final = "changed"
 """The prompt's fact that holds this; without an earlier prompt of the graph there is none."""
+GRAPH: Final = "graph"
+"""The prompt's fact that holds the digest of its nodes and links, and the values typed into nodes."""
+_HASH: Final = "sha256"
 _MOST_GRAPHS: Final = 50
+_Values = dict[tuple[str, str], Any]
 
 
 class _Prompt(NamedTuple):
     prompt_id: str
-    values: dict[tuple[str, str], Any]
+    version: str | None
+    values: _Values
     seconds: dict[str, float]
     read_from_disk: bool
 
@@ -26,45 +35,81 @@ class Earlier:
     """The last prompt of each of the last graphs. No text of a prompt leaves it where these are private."""
 
     def __init__(self) -> None:
-        self._by_graph: OrderedDict[Any, _Prompt] = OrderedDict()
+        self._by_graph: OrderedDict[str, _Prompt] = OrderedDict()
 
-    def compare(self, prompt: PromptRecording) -> None:
+    def remember(self, run: Run) -> None:
+        """Know of a prompt that an earlier process recorded; those of this process come before it."""
+        facts = run.facts[COMFYUI]
+        ran = {
+            stage.facts[NODE]["id"]: stage
+            for stage in run.walk()
+            if NODE in stage.facts and "end" not in stage.unavailable
+        }
+        known = _Prompt(
+            facts["prompt_id"],
+            facts["version"],
+            {(node, name): value for node, name, value in facts[GRAPH]["values"]},
+            {node_id: stage.seconds for node_id, stage in ran.items()},
+            any(_is_read(stage.facts) for stage in ran.values()),
+        )
+        digest = facts[GRAPH]["digest"]
+        if digest not in self._by_graph:
+            self._by_graph[digest] = known
+            self._by_graph.move_to_end(digest, last=False)
+
+    def compare(self, prompt: PromptRecording, version: str | None) -> None:
         """Say on a prompt that is over what differs from the one before, and keep it in that one's place."""
-        shape, values = _shape_and_values(prompt.graph)
+        digest, values = _digest_and_values(prompt.graph, privacy_of(prompt.privacy))
         now = _Prompt(
             prompt.prompt_id,
+            version,
             values,
             {node.id: node.stage.seconds for node in prompt.nodes.values() if node.ended_ns is not None},
-            any(
-                file["from"] == "disk"
-                for node in prompt.nodes.values()
-                for file in node.facts.get("files", ())
-            ),
+            any(_is_read(node.facts) for node in prompt.nodes.values()),
         )
-        before = self._by_graph.pop(shape, None)
-        self._by_graph[shape] = now
+        prompt.facts[GRAPH] = {
+            "digest": digest,
+            "values": [[*key, value] for key, value in values.items()],
+        }
+        before = self._by_graph.pop(digest, None)
+        self._by_graph[digest] = now
         while len(self._by_graph) > _MOST_GRAPHS:
             self._by_graph.popitem(last=False)
         if before is not None:
-            prompt.facts[CHANGED] = _changes(before, now, keeps_words=privacy_of(prompt.privacy).keeps_words)
+            prompt.facts[CHANGED] = _changes(before, now)
 
 
-def _shape_and_values(graph: Mapping[str, Any]) -> tuple[Any, dict[tuple[str, str], Any]]:
+def _is_read(facts: Mapping[str, Any]) -> bool:
+    return any(file["from"] == "disk" for file in facts.get("files", ()))
+
+
+def _digest_and_values(graph: Mapping[str, Any], privacy: Privacy) -> tuple[str, _Values]:
     shape, values = [], {}
     for node_id, node in graph.items():
         links = []
         for name, value in (node.get("inputs") or {}).items():
             if isinstance(value, list) and len(value) == 2:  # another node's id and the number of its output
-                links.append((name, str(value[0]), value[1]))
+                links.append([name, str(value[0]), value[1]])
             else:
-                values[str(node_id), name] = value
-        shape.append((str(node_id), node.get("class_type"), tuple(sorted(links))))
-    return tuple(sorted(shape)), values
+                values[str(node_id), name] = _kept(name, value, privacy)
+        shape.append([str(node_id), str(node.get("class_type")), sorted(links)])
+    return hashlib.sha256(json.dumps(sorted(shape)).encode()).hexdigest(), values
 
 
-def _changes(before: _Prompt, now: _Prompt, *, keeps_words: bool) -> dict[str, Any]:
+def _kept(name: str, value: Any, privacy: Privacy) -> Any:
+    """A value as a record has it: of what may be a prompt the hash, if any, since records are also made into reports."""
+    if isinstance(value, int | float | bool | None):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
+    is_option = name not in TEXTS and not any(map(str.isspace, text))
+    if is_option and privacy.keeps_words:
+        return text
+    return {_HASH: hashlib.sha256(text.encode()).hexdigest() if privacy.keeps_hash else None}
+
+
+def _changes(before: _Prompt, now: _Prompt) -> dict[str, Any]:
     def shown(value: Any) -> Any:
-        return HIDDEN if isinstance(value, str) and not keeps_words else value
+        return HIDDEN if isinstance(value, dict) else value
 
     keys = sorted(before.values.keys() | now.values.keys())
     settings = [
@@ -84,6 +129,7 @@ def _changes(before: _Prompt, now: _Prompt, *, keeps_words: bool) -> dict[str, A
     ]
     return {
         "since_prompt": before.prompt_id,
+        "version_then": before.version,
         "settings": settings,
         "times": times,
         # Only a prompt that reads no model from disk can be called slower: the other has paid for it.

@@ -83,13 +83,23 @@ class Wrap:
         return found is not None
 
     def take_off(self) -> None:
-        """Give the function back. Where another wrapper lies around ours, ours stays and only passes on."""
+        """Give the function back. Where a wrapper that is on lies around ours, ours only passes on until that is taken off."""
         self._before = self._after = None
-        if vars(self.owner).get(self.name) is self._wrapper:
-            setattr(self.owner, self.name, self.original)
+        while (outermost := self._outermost()) is not None and outermost._is_idle:
+            setattr(self.owner, self.name, outermost.original)
+
+    def _outermost(self) -> "Wrap | None":
+        """The wrap whose wrapper the host finds; None: what it finds is not ours."""
+        found = vars(self.owner).get(self.name)
+        ours = getattr(found, _OURS, None)
+        return ours if isinstance(ours, Wrap) and ours._wrapper is found else None
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._before is None and self._after is None
 
     def _begin(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call | None, Any]:
-        if not self.part.works or (self._before is None and self._after is None):
+        if not self.part.works or self._is_idle:
             return None, None
         call = Call(arguments, named, self._places)
         if self._before is None:

@@ -1,0 +1,156 @@
+"""The instrument that judges LoRAs that travel in the conditioning, as hooks: ComfyUI merges them only while it samples.
+
+Each weight that a hook is merged into is compared with what ComfyUI kept of it, on its own device. One number a weight
+is queued there on the host's thread, and read at the prompt's end.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.lora import VERDICTS, in_words, path_of
+from sigmascope.integrations.comfyui.needs import Need, output_data
+from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
+from sigmascope.integrations.comfyui.sampling import first_of
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
+from sigmascope.stages.lora_on_model import match_file, names_of_all
+
+_NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
+_ZERO: Final = "both strengths are 0"
+_NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
+_ELSEWHERE: Final = "the weights from before lie on another device"
+
+
+class _Made(NamedTuple):
+    """A LoRA of a node that makes hooks. `hook` is ComfyUI's mark of it, which all copies share; None: it made none."""
+
+    node: NodeWatch
+    name: str
+    path: str | None
+    hook: object | None
+
+
+class _Model(NamedTuple):
+    patcher: Callable[[], Any]
+    is_text: bool
+
+
+class HookLora(Instrument):
+    """Wraps two methods of `comfy.model_patcher.ModelPatcher`, and `execution.get_output_data`."""
+
+    name = "hook_lora"
+    gives = "verdicts of LoRAs that travel in the conditioning"
+    needs = (
+        Need("comfy.model_patcher", "ModelPatcher.register_all_hook_patches", ("hooks",), False),
+        Need(
+            "comfy.model_patcher",
+            "ModelPatcher.patch_hook_weight_to_device",
+            ("combined_patches", "key"),
+            False,
+        ),
+        output_data("input_data_all"),
+    )
+
+    def put_on(self) -> None:
+        """See `Instrument`."""
+        self._forget()
+        self.wraps.append(Wrap(self.needs[0], self, before=self._registers))
+        self.wraps.append(Wrap(self.needs[1], self, after=self._merged))
+        self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
+
+    def _forget(self) -> None:
+        self._made: list[_Made] = []
+        self._models: dict[object, dict[bool, _Model]] = {}
+        self._changed: dict[tuple[object, bool], dict[str, Tensor | None]] = {}
+
+    def stop(self, reason: str | None = "it was taken off") -> None:
+        """See `Instrument`."""
+        self._forget()
+        super().stop(reason)
+
+    def _registers(self, call: Call) -> None:
+        """A model that is about to sample, or to encode, gets the hooks of its conditioning."""
+        patcher = call.get("self")
+        if self.session.prompt is not None:
+            is_text = bool(patcher.is_clip)
+            for hook in call.get("hooks").hooks:
+                self._models.setdefault(hook.hook_ref, {})[is_text] = _Model(weakref.ref(patcher), is_text)
+
+    def _merged(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
+        """A weight was changed by hooks. What each of several hooks gave to one weight is not told apart."""
+        key, patcher = call.get("key"), call.get("self")
+        if self.session.prompt is None or error is not None or key not in call.get("combined_patches"):
+            return
+        kept, now = patcher.hook_backup[key][0], patcher.model.get_parameter(key)
+        changed = (kept != now.detach()).any() if kept.device == now.device else None
+        for hook, keys in patcher.hook_patches.items():
+            if key in keys:
+                self._changed.setdefault((hook, bool(patcher.is_clip)), {})[key] = changed
+
+    def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
+        inputs = call.get("input_data_all")
+        if not isinstance(inputs, Mapping) or "lora_name" not in inputs:
+            return
+        prompt = self.session.prompt_of(call.get("prompt_id"))
+        node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
+        if node is None or error is not None or "HOOKS" not in getattr(call.get("obj"), "RETURN_TYPES", ()):
+            return
+        name = first_of(inputs.get("lora_name"))
+        strengths = [first_of(inputs.get(f"strength_{part}")) or 0.0 for part in ("model", "clip")]
+        group = first_of(result[0][0]) if any(strengths) else None
+        hook = None if group is None else group.hooks[-1].hook_ref
+        self._made.append(_Made(node, str(name), path_of(name), hook))
+
+    def at_the_end(self, prompt: PromptRecording) -> None:
+        """Judge the LoRAs of the prompt's nodes that make hooks."""
+        made = self._made
+        for one in made:
+            verdict = self._judge(one)
+            verdict["says"] = f"{one.name}: {in_words(verdict)}"
+            one.node.add(VERDICTS, {"lora": one.name, **verdict})
+        self._forget()
+
+    def _judge(self, one: _Made) -> dict[str, Any]:
+        verdict: dict[str, Any] = {
+            "effective": False, "reason": None, "modules_used": None, "modules": None, "why": None,
+        }  # fmt: skip
+        known = self._models.get(one.hook, {})
+        if one.hook is None or not known:
+            return {**verdict, "modules_used": 0, "why": _ZERO if one.hook is None else _NOT_TAKEN}
+        models = {is_text: model.patcher() for is_text, model in known.items()}
+        matching = match_file(one.path, models.get(False), models.get(True))
+        if matching.value is None:
+            return {**verdict, "effective": None, "reason": matching.reason}
+        names = names_of_all(models.get(False), models.get(True))
+        changed: set[str] = set()
+        was_in_force = False
+        for is_text in models:
+            looks = self._changed.get((one.hook, is_text), {})
+            if any(look is None for look in looks.values()):
+                return {**verdict, "effective": None, "reason": _ELSEWHERE}
+            was_in_force = was_in_force or bool(looks)
+            arrived = _read([look for look in looks.values() if look is not None])
+            changed |= {names[is_text](key) for key, acts in zip(looks, arrived, strict=True) if acts}
+        used = [module for module in matching.value.matched if not changed.isdisjoint(module.layers)]
+        grave = [finding.message for finding in matching.value.findings if finding.severity != "info"]
+        return {
+            **verdict,
+            "effective": bool(used),
+            "modules_used": len(used),
+            "modules": len(matching.value.modules),
+            "why": _NEVER_IN_FORCE
+            if matching.value.matched and not was_in_force
+            else next(iter(grave), None),
+        }
+
+
+def _read(looks: list[Tensor]) -> list[bool]:
+    """The answers, read from each device at once."""
+    return [bool(answer) for answer in torch.stack(looks).tolist()] if looks else []
+
+
+INSTRUMENT = HookLora

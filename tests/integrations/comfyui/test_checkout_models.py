@@ -1,0 +1,140 @@
+"""A real ComfyUI with other models than SD 1.5: families, stored forms, LoRAs as hooks, and little memory."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from tests.comfy_shapes.checkout import VARIABLE
+from tests.integrations.comfyui.graphs import Graph, family, graph, hooked, image_to_image
+from tests.integrations.comfyui.server import Server, node, packs, serving
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
+FAMILIES = {
+    "sdxl": ("SDXL", [1, 4, 8, 8], 15),
+    "sd3": ("SD3", [1, 16, 8, 8], 2),
+    "flux": ("Flux", [1, 16, 8, 8], 2),
+    "wan": ("WAN21", [1, 16, 2, 8, 8], 2),
+}
+"""By family: ComfyUI's class of the model, the latent's shape, and the modules of the LoRA that the model has."""
+GRAPHS: dict[str, Graph] = {
+    **{name: family(name) for name in FAMILIES},
+    "fp8": family("sd3", dtype="fp8_e4m3fn", seed=2),
+    "from a picture": image_to_image(),
+    "hook": hooked("good"),
+    **({"gguf": family("wan gguf")} if os.environ.get(f"{VARIABLE}_NODES") else {}),
+}
+
+
+def numbers_in(file: Path) -> int:
+    """How many numbers a file of weights holds."""
+    with safe_open(file, "pt") as opened:
+        return sum(opened.get_tensor(name).numel() for name in opened.keys())  # noqa: SIM118 - no mapping
+
+
+def test_pictures_are_those_of_the_bare_server(base: Path, server: Server) -> None:
+    watched = {name: server.pictures(server.prompt(nodes)) for name, nodes in GRAPHS.items()}
+    with serving(base, SIGMASCOPE="0") as bare:
+        for name, nodes in GRAPHS.items():
+            assert bare.pictures(bare.prompt(nodes)) == watched[name], name
+    assert all(watched.values())
+    assert len(watched["wan"]) == 5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_s_record_is_true(base: Path, server: Server, name: str) -> None:
+    server.ask("/free", {"unload_models": True, "free_memory": True})
+    run = server.run(family(name, steps=3, seed=7))
+    kind, latent, modules = FAMILIES[name]
+    assert run.facts["comfyui"]["instruments_off"] == {}
+    assert run.facts["comfyui"]["success"]
+    file = base / "models" / "diffusion_models" / f"{name}.safetensors"
+    (read,) = node(run, "1").facts["files"]
+    assert (read["file"], read["from"], read["bytes"]) == (file.name, "disk", file.stat().st_size)
+    sampler = node(run, "6")
+    assert sampler.facts["sampling"]["latent"] == latent
+    assert len(sampler.steps) == 3
+    (model,) = (one for load in sampler.facts["loads"] for one in load["models"])
+    assert (model["model"], model["whole"]) == (kind, True)
+    size = 1 if "float8" in server.log(r"model weight dtype torch\.(\w+)") else 4
+    assert (
+        0 <= model["bytes"] - size * numbers_in(file) < 50_000
+    )  # a table of noise levels is not in the file
+    assert node(run, "7").facts["vae"]["tensors"]["pictures"][-3:] == [64, 64, 3]
+    (verdict,) = node(run, "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (True, modules, modules + 1)
+
+
+def test_a_lora_of_another_family_is_named(server: Server) -> None:
+    nodes = family("sdxl", seed=3)
+    nodes["2"]["inputs"]["lora_name"] = "flux.safetensors"
+    (verdict,) = node(server.run(nodes), "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (False, 0, 19)
+    assert "the file is for FLUX by its names, the model is SDXL" in verdict["says"]
+
+
+def test_a_model_stored_as_float8_is_half_of_its_file(base: Path, server: Server) -> None:
+    run = server.run(family("sd3", dtype="fp8_e4m3fn", seed=9))
+    file = base / "models" / "diffusion_models" / "sd3.safetensors"
+    (model,) = (one for load in node(run, "6").facts["loads"] for one in load["models"])
+    assert 0 <= model["bytes"] - numbers_in(file) < 50_000
+    (verdict,) = node(run, "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"]) == (True, 2)
+
+
+def test_a_picture_is_encoded_and_changed(server: Server) -> None:
+    run = server.run(image_to_image(seed=5))
+    assert node(run, "5").facts["vae"]["tensors"] == {"latent": [1, 4, 8, 8], "pictures": [1, 64, 64, 3]}
+    assert node(run, "6").facts["sampling"]["denoise"] == 0.5
+    assert "first_odd_output" not in run.facts["comfyui"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "used", "of", "says"),
+    [
+        ("good", {}, 7, 7, "7 of 7 modules used"),
+        ("text", {}, 12, 12, "12 of 12 modules used"),
+        ("half", {}, 3, 7, "4 of 7 modules have an unknown prefix"),
+        ("flux", {}, 0, 19, "the file is for FLUX by its names"),
+        ("zeros", {}, 0, 7, ""),
+        ("good", {"strength": 0.0}, 0, None, "both strengths are 0"),
+        ("good", {"in_use": False}, 0, None, "no node that encodes a text or samples takes it"),
+    ],
+)
+def test_a_lora_in_the_conditioning_is_judged_by_the_weights_while_it_samples(
+    server: Server, lora: str, options: dict[str, Any], used: int, of: int | None, says: str
+) -> None:
+    server.ask("/free", {"unload_models": True, "free_memory": True})
+    run = server.run(hooked(lora, seed=11, **options))
+    (verdict,) = node(run, "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (used > 0, used, of)
+    assert says in verdict["says"]
+    assert not any("lora_verdicts" in stage.facts for stage in run.walk() if stage is not node(run, "2"))
+
+
+def test_a_gguf_is_read_and_its_lora_judged(base: Path, server: Server) -> None:
+    packs()
+    file = base / "models" / "diffusion_models" / "wan.gguf"
+    server.ask("/free", {"unload_models": True, "free_memory": True})
+    run = server.run(family("wan gguf", seed=9))
+    (read,) = node(run, "1").facts["files"]
+    assert (read["file"], read["from"], read["bytes"]) == (file.name, "disk", file.stat().st_size)
+    (verdict,) = node(run, "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (True, 2, 3)
+
+
+def test_little_memory_is_seen_as_models_in_part_and_evictions(base: Path) -> None:
+    with serving(base) as server:
+        server.run({"1": {"class_type": "PlantedMemory", "inputs": {"mib": 1024}}})
+        run = server.run(graph())
+        sampler = node(run, "6")
+        (model,) = (one for load in sampler.facts["loads"] for one in load["models"])
+        assert not model["whole"]
+        assert model["loaded_bytes"] < model["bytes"]
+        (verdict,) = node(run, "2").facts["lora_verdicts"]
+        assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (True, 7, 7)
+        loads = node(run, "7").facts["loads"]
+        assert [name for load in loads for name in load["evicted"]] == [model["model"]]
+        again = node(server.run(graph(seed=2)), "6").facts["loads"]
+        assert [name for load in again for name in load["evicted"]] == ["AutoencoderKL"]
