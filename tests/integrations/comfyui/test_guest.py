@@ -170,9 +170,12 @@ def test_a_record_prints_and_becomes_a_page(
     watch: Watch, host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample = host.nodes["Sampler"].run
-    host.nodes["Sampler"].run = lambda **inputs: (time.sleep(0.05), sample(**inputs))[
-        1
-    ]  # long enough for a row
+
+    def sample_for_a_while(**inputs: Any) -> Any:
+        time.sleep(0.05)  # long enough for a row of the report
+        return sample(**inputs)
+
+    host.nodes["Sampler"].run = sample_for_a_while
     run = watch().run(with_node("Expand"))
     run.print(full=True)
     assert "Sampler" in capsys.readouterr().out
