@@ -85,7 +85,8 @@ def test_the_pipeline_s_own_line_is_named_where_none_of_the_script_is(pipeline: 
     line = first + next(
         number for number, text in enumerate(lines) if "self.maybe_free_model_hooks()" in text
     )
-    pipeline.maybe_free_model_hooks = functools.partial(time.sleep, SLEEP)  # in no frame of Python's
+    # In no frame of Python's, and for longer than looks pause on a busy machine.
+    pipeline.maybe_free_model_hooks = functools.partial(time.sleep, 3 * SLEEP)
     with sigmascope.watch(pipeline, stacks=True) as watching:
         generate(pipeline, "sd15")
     row = rows_of(watching.record())["generation, the rest"]
