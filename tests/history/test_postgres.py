@@ -128,7 +128,9 @@ def test_a_query_reads_and_does_nothing_else(store: Store) -> None:
         ["pipeline", "runs"],
         [("FluxPipeline", 1)],
     )
-    for sql in ("DELETE FROM runs", "DROP TABLE runs", "SET TRANSACTION READ WRITE", "nonsense"):
+    assert store.query("SELECT count(*) FROM runs WHERE name LIKE '%'")[1] == [(1,)]
+    several = "COMMIT; DELETE FROM runs", "SELECT 1; ROLLBACK; DELETE FROM runs"
+    for sql in ("DELETE FROM runs", "DROP TABLE runs", "SET TRANSACTION READ WRITE", "nonsense", *several):
         with pytest.raises(ConfigError):
             store.query(sql)
     assert store.count() == 1

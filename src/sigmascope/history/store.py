@@ -517,13 +517,17 @@ class Store:
                         raw.set_authorizer(None)
                 with connection.begin():
                     connection.execute(text("SET TRANSACTION READ ONLY"))
-                    result = connection.exec_driver_sql(sql)
-                    found = result.fetchall() if limit is None else result.fetchmany(limit)
-                    return list(result.keys()), [tuple(row) for row in found]
+                    raw = cast(Any, connection.connection.driver_connection)
+                    # A prepared statement is one statement: no second one could end the transaction and write.
+                    cursor = raw.execute(sql, prepare=True)
+                    names = [column.name for column in cursor.description or ()]
+                    rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
+                    return names, rows
             except SigmascopeError:
                 raise
             except Exception as error:  # the driver's own errors, which differ by driver
-                if not isinstance(error, SQLAlchemyError) and type(error).__module__ not in ("sqlite3",):
+                drivers = ("sqlite3", "psycopg")
+                if not isinstance(error, SQLAlchemyError) and not type(error).__module__.startswith(drivers):
                     raise
                 cause = error.orig if isinstance(error, DBAPIError) else error
                 raise ConfigError(
