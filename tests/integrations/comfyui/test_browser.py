@@ -291,7 +291,7 @@ def test_payloads_in_titles_and_file_names_stay_text(server: Server, open_page: 
         assert shown.locator("img[src=x]").count() == 0
 
 
-def test_a_payload_that_were_not_escaped_would_be_seen(server: Server, open_page: Open) -> None:
+def test_a_payload_that_is_not_escaped_would_be_seen(server: Server, open_page: Open) -> None:
     page = open_page(server)
     page.page.evaluate("markup => { document.body.insertAdjacentHTML('beforeend', markup); }", PAYLOAD)
     page.page.wait_for_function("window.wasAttacked === true", timeout=5_000)

@@ -178,7 +178,9 @@ def test_a_fallback_to_tiles_is_a_warning(serving: Any, host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("effective", "mark"), [(True, "good"), (False, "bad"), (None, "good")], ids=["acts", "idle", "unknown"]
+    ("effective", "mark"),
+    [(True, "good"), (False, "bad"), (None, "warning")],
+    ids=["acts", "idle", "unknown"],
 )
 def test_a_lora_s_verdict_is_said_on_its_node(effective: bool | None, mark: str) -> None:
     verdict = {"effective": effective, "says": f"{PAYLOAD}.safetensors: 0 of 3 modules used"}

@@ -168,7 +168,7 @@ def _mark_of(node: Mapping[str, Any], stage: Stage | None) -> tuple[Mark, list[s
     verdicts = stage.facts.get(VERDICTS, ())
     for verdict in verdicts:
         if verdict.get("effective") is not True:
-            marks.append("bad" if verdict.get("effective") is False else "good")
+            marks.append("bad" if verdict.get("effective") is False else "warning")
         reasons.append(f"LoRA {verdict['says']}")
     analysis = stage.facts.get(stage.name)
     for finding in analysis.get("findings", ()) if isinstance(analysis, Mapping) else ():
