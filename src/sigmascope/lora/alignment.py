@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DiffChange, DoraChange, WeightChange, form_delta
 from sigmascope.lora.factors import LoraFactors
@@ -51,6 +52,11 @@ class AlignedLora:
     lora: LoraFile
     sources: dict[str, tuple[str, ...]]
     unmatched: tuple[str, ...]
+
+
+def weights_of(base: Checkpoint) -> Weights:
+    """Reads the weights of a checkpoint's layers, for `align`."""
+    return lambda layer: base.tensor(f"{layer}{_WEIGHT}")
 
 
 def align(

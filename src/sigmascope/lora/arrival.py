@@ -28,6 +28,7 @@ from torch import Tensor
 from sigmascope.checkpoints import Checkpoint, Rounding, Spread, numbers_of, plain_rounding
 from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.adapters import form_delta
+from sigmascope.lora.alignment import weights_of
 from sigmascope.lora.compatibility import place, shapes_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
@@ -266,7 +267,7 @@ class ChangedMatrices(NamedTuple):
 def changed_matrices(lora: LoraFile, base: Checkpoint) -> ChangedMatrices:
     """Find the weights that a LoRA changes in a model, by names and shapes."""
     shapes = shapes_of(base)
-    placing = place(lora, shapes, lambda layer: base.tensor(f"{layer}{WEIGHT}"))
+    placing = place(lora, shapes, weights_of(base))
     own = lora if placing.lora is None else placing.lora
     keys = {name: key for name in own.names if (key := _key_of(name, shapes)) is not None}
     landed = {key for keys_of_module in placing.keys.values() for key in keys_of_module}

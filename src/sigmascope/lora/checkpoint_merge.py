@@ -20,7 +20,7 @@ from sigmascope.checkpoints.gguf_writer import GgufRewriter
 from sigmascope.checkpoints.rounding import Storage, recoded_rows
 from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import ChangedKeys, changed_keys
+from sigmascope.lora.alignment import ChangedKeys, changed_keys, weights_of
 from sigmascope.lora.arrival import Arrival, arrival_findings, together
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
@@ -240,9 +240,8 @@ def merge_into_checkpoint(
             format="gguf" if base.format == "gguf" else "safetensors",
         )
         layout = layout_of({key: base.info(key).shape for key in base})
-        weight_of = lambda layer: base.tensor(f"{layer}.weight")  # noqa: E731 - what a few changes of fused matrices need
         opened = [files.enter_context(open_lora(path)) for path in paths]
-        changes = [changed_keys(lora, base.keys(), layout, weight_of) for lora in opened]
+        changes = [changed_keys(lora, base.keys(), layout, weights_of(base)) for lora in opened]
         _require_one_file(base, Path(into), changes)
         lora_files = [change.lora.path or path for change, path in zip(changes, paths, strict=True)]
         refuse_inputs(target, base)

@@ -20,7 +20,7 @@ import torch
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.adapters import Adapter, DiffChange, WeightChange, form_delta
-from sigmascope.lora.alignment import align
+from sigmascope.lora.alignment import align, weights_of
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.decompose import FormedChange
 from sigmascope.lora.factors import LoraFactors
@@ -566,7 +566,7 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = 
         layout = told if misfit is None else layout
     elif family is not None:
         layout = layout_as(family, lora, dict(zip(layers, shapes.values(), strict=True)), layout)
-    aligned = align(lora, layers, layout, weights=lambda layer: checkpoint.tensor(f"{layer}{_WEIGHT}"))
+    aligned = align(lora, layers, layout, weights=weights_of(checkpoint))
     left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
     own = {name: name for name in aligned.lora.names}
     of_layers = {key.removesuffix(_WEIGHT): shape for key, shape in shapes.items() if key.endswith(_WEIGHT)}

@@ -30,7 +30,7 @@ from sigmascope import svg
 from sigmascope.errors import ModelMismatchError, NonFiniteError
 from sigmascope.files import atomic_path
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import ChangedKeys, changed_keys
+from sigmascope.lora.alignment import ChangedKeys, changed_keys, weights_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT, denoiser_fingerprint
@@ -334,8 +334,7 @@ def validate_lora(
         open_lora(Path(lora)) as file,
         _open_with_changed_parts(base, tuned, file, options or PairOptions()) as pair,
     ):
-        weights = lambda layer: pair.base.tensor(layer + WEIGHT)  # noqa: E731 - reads what changes of fused matrices need
-        targets = changed_keys(file, pair.base, pair.layout, weights)
+        targets = changed_keys(file, pair.base, pair.layout, weights_of(pair.base))
         errors = _measure_all(pair, targets, workers, progress)
         layers = [layer + WEIGHT for layer in pair.layers]
         changed = [key for key in layers if key in targets.names or errors[key].delta_norm > 0]
