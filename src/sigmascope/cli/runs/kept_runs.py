@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.cli.console import Console, facts, local_time, plain, print_json, say, table
-from sigmascope.cli.options import AsJson, Full
+from sigmascope.cli.options import AsJson, Full, option_groups
 from sigmascope.errors import ConfigError
 from sigmascope.files import require_writable
 
@@ -35,20 +36,54 @@ References = Annotated[
         metavar="RUN...", help="latest, latest~1, @tag, or the beginning of an id.", show_default=False
     ),
 ]
-Pipeline = Annotated[str | None, typer.Option("--pipeline", help="A part of the pipeline's class.")]
-Model = Annotated[str | None, typer.Option("--model", help="A part of the model's name or folder.")]
-Lora = Annotated[str | None, typer.Option("--lora", help="A part of the name of a LoRA that was on it.")]
-Recipe = Annotated[str | None, typer.Option("--recipe", help="The beginning of the recipe's digest.")]
-Outcome = Annotated[str | None, typer.Option("--outcome", help="ok, failed, interrupted or 'out of memory'.")]
-Tag = Annotated[str | None, typer.Option("--tag", help="One of its tags.")]
-Source = Annotated[
-    str | None, typer.Option("--source", help="What kept it: watch, process, bench, asgi, comfyui or import.")
-]
-Since = Annotated[
-    str | None,
-    typer.Option("--since", help="Not earlier: 2026-03-01, 2026-03-01T14:30, or ago: 90m, 12h, 7d, 2w."),
-]
-Until = Annotated[str | None, typer.Option("--until", help="Earlier than that, written as --since.")]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which runs are meant: all conditions hold."""
+
+    pipeline: Annotated[str | None, typer.Option("--pipeline", help="A part of the pipeline's class.")] = None
+    model: Annotated[str | None, typer.Option("--model", help="A part of the model's name or folder.")] = None
+    lora: Annotated[
+        str | None, typer.Option("--lora", help="A part of the name of a LoRA that was on it.")
+    ] = None
+    recipe: Annotated[str | None, typer.Option("--recipe", help="The beginning of the recipe's digest.")] = (
+        None
+    )
+    outcome: Annotated[
+        str | None, typer.Option("--outcome", help="ok, failed, interrupted or 'out of memory'.")
+    ] = None
+    tag: Annotated[str | None, typer.Option("--tag", help="One of its tags.")] = None
+    source: Annotated[
+        str | None,
+        typer.Option("--source", help="What kept it: watch, process, bench, asgi, comfyui or import."),
+    ] = None
+    since: Annotated[
+        str | None,
+        typer.Option("--since", help="Not earlier: 2026-03-01, 2026-03-01T14:30, or ago: 90m, 12h, 7d, 2w."),
+    ] = None
+    until: Annotated[str | None, typer.Option("--until", help="Earlier than that, written as --since.")] = (
+        None
+    )
+
+    def filters(self) -> "Filters":
+        """As the store takes them.
+
+        Raises:
+            ConfigError: One of them is no outcome, tag or moment.
+        """
+        from sigmascope.history.references import checked_tag
+        from sigmascope.history.row import OUTCOMES
+        from sigmascope.history.store import Filters
+
+        if self.outcome is not None and self.outcome not in OUTCOMES:
+            raise ConfigError(f"--outcome is {self.outcome!r}.", hint=f"Give one of {', '.join(OUTCOMES)}.")
+        checked = {
+            "tag": None if self.tag is None else checked_tag(self.tag),
+            "since": None if self.since is None else moment_of(self.since, "--since"),
+            "until": None if self.until is None else moment_of(self.until, "--until"),
+        }
+        return Filters(**{**asdict(self), **checked})
 
 
 @contextmanager
@@ -60,24 +95,17 @@ def _store(*, create: bool = False) -> Iterator["Store"]:
 
 
 @app.command("list", epilog="Example: sigmascope runs --pipeline flux --since 7d")
+@option_groups
 def list_runs(
-    pipeline: Pipeline = None,
-    model: Model = None,
-    lora: Lora = None,
-    recipe: Recipe = None,
-    outcome: Outcome = None,
-    tag: Tag = None,
-    source: Source = None,
-    since: Since = None,
-    until: Until = None,
+    chosen: Chosen,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many, the newest.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List the runs that were kept, the newest first."""
-    chosen = _filters(pipeline, model, lora, recipe, outcome, tag, source, since, until)
+    filters = chosen.filters()
     with _store() as store:
-        runs = store.runs(chosen, limit=limit)
-        count = len(runs) if len(runs) < limit else store.count(chosen)
+        runs = store.runs(filters, limit=limit)
+        count = len(runs) if len(runs) < limit else store.count(filters)
         name = store.name
     if as_json:
         print_json([run.as_dict() for run in runs])
@@ -109,36 +137,6 @@ def _table(runs: "Sequence[KeptRun]") -> Table:
             what,
         )
     return made
-
-
-def _filters(
-    pipeline: str | None,
-    model: str | None,
-    lora: str | None,
-    recipe: str | None,
-    outcome: str | None,
-    tag: str | None,
-    source: str | None,
-    since: str | None,
-    until: str | None,
-) -> "Filters":
-    from sigmascope.history.references import checked_tag
-    from sigmascope.history.row import OUTCOMES
-    from sigmascope.history.store import Filters
-
-    if outcome is not None and outcome not in OUTCOMES:
-        raise ConfigError(f"--outcome is {outcome!r}.", hint=f"Give one of {', '.join(OUTCOMES)}.")
-    return Filters(
-        pipeline,
-        model,
-        lora,
-        recipe,
-        outcome,
-        None if tag is None else checked_tag(tag),
-        source,
-        None if since is None else moment_of(since, "--since"),
-        None if until is None else moment_of(until, "--until"),
-    )
 
 
 def moment_of(text: str, flag: str) -> str:
@@ -272,35 +270,28 @@ def prune(
 
 
 @app.command("export", epilog="Example: sigmascope runs export old.jsonl --until 2026-01-01")
+@option_groups
 def export(
     path: Annotated[
         Path, typer.Argument(metavar="FILE", help="A file that ends in .jsonl.", show_default=False)
     ],
+    chosen: Chosen,
     references: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[RUN...]", help="Which; without any, all that the options leave.", show_default=False
         ),
     ] = None,
-    pipeline: Pipeline = None,
-    model: Model = None,
-    lora: Lora = None,
-    recipe: Recipe = None,
-    outcome: Outcome = None,
-    tag: Tag = None,
-    source: Source = None,
-    since: Since = None,
-    until: Until = None,
 ) -> None:
     """Write runs with their tags and notes to a file, a line of JSON each."""
     from sigmascope.history.exchange import LINES, write_runs
 
     if path.suffix != LINES:
         raise ConfigError(f"{path} does not end in {LINES}.", hint=f"Name it runs{LINES}, for example.")
-    chosen = _filters(pipeline, model, lora, recipe, outcome, tag, source, since, until)
+    filters = chosen.filters()
     require_writable(path)
     with _store() as store:
-        runs = _named(references, store) if references else store.runs(chosen)[::-1]
+        runs = _named(references, store) if references else store.runs(filters)[::-1]
         write_runs(store, runs, path)
     say(f"{units.counted(len(runs), 'run')} in {path}")
 
