@@ -91,7 +91,7 @@ def glora(*, is_old: bool = False) -> Made:
     tensors = (
         {"a1": a2, "a2": a1, "b1": DOWN, "b2": UP} if is_old else {"a1": a1, "a2": a2, "b1": UP, "b2": DOWN}
     )
-    product, added = (a1 @ a2).double(), (UP @ DOWN).double()
+    product, added = a1.double() @ a2.double(), UP.double() @ DOWN.double()
     named = {f"{name}.weight": tensor for name, tensor in tensors.items()} | {"alpha": torch.tensor(2.0)}
     return named, lambda weight: weight + weight @ product + added
 
