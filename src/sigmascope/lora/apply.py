@@ -31,6 +31,7 @@ from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.live_layers import (
     Layer,
     LoraTarget,
+    Matched,
     Place,
     finite_scale,
     for_this_model,
@@ -90,11 +91,11 @@ def attach_lora(
         ConfigError: `scale` is NaN or infinite, or `parts`, `blocks` or `only` match nothing.
     """
     lora = lora if isinstance(lora, LoraFile) else load_lora(lora)
-    targets, left_out = hooked_targets(model, lora, any_kind=True)
+    (targets, not_in_variant), left_out = hooked_targets(model, lora, any_kind=True)
     paths = {layer: path for path, layer in layers_of(model)}
     chosen = _chosen(model, targets, paths, parts, only)
-    log_unapplied(model, lora, left_out)
-    return AttachedLora(model, chosen, scale, left_out, lora.path, blocks)
+    log_unapplied(model, lora, left_out, not_in_variant)
+    return AttachedLora(model, chosen, scale, left_out, not_in_variant, lora.path, blocks)
 
 
 def _chosen(
@@ -134,7 +135,7 @@ def _weight_in(blocks: Mapping[str, float], path: str) -> float:
 
 def hooked_targets(
     model: Any, lora: LoraFile, *, any_kind: bool = False
-) -> "tuple[list[LoraTarget], tuple[str, ...]]":
+) -> "tuple[Matched, tuple[str, ...]]":
     """The weights that a LoRA changes through hooks, and the names of its modules for other models of the pipeline.
 
     Raises:
@@ -142,9 +143,9 @@ def hooked_targets(
         LoraFormatError: The LoRA holds more than up and down factors, and not `any_kind`.
     """
     lora, left_out = for_this_model(model, lora)
-    targets = match_modules(model, lora, any_kind=any_kind)
-    _require_hooks_run(model, targets)
-    return targets, left_out
+    matched = match_modules(model, lora, any_kind=any_kind)
+    _require_hooks_run(model, matched.targets)
+    return matched, left_out
 
 
 def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
@@ -195,6 +196,7 @@ class AttachedLora:
     Attributes:
         applied: The LoRA's modules that act, in the LoRA's order.
         left_out: Modules for other models of the pipeline.
+        not_in_variant: Modules for layers that the model's family has and this variant does not; a warning is logged.
     """
 
     def __init__(
@@ -203,11 +205,13 @@ class AttachedLora:
         targets: list[LoraTarget],
         scale: float,
         left_out: Sequence[str] = (),
+        not_in_variant: Sequence[str] = (),
         path: Path | None = None,
         blocks: Mapping[str, float] | None = None,
     ) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
         self.left_out: tuple[str, ...] = tuple(left_out)
+        self.not_in_variant: tuple[str, ...] = tuple(not_in_variant)
         self._model = model
         self._strength = Strength(finite_scale(scale), path)
         paths = {layer: path for path, layer in layers_of(model)}
@@ -258,7 +262,8 @@ class AttachedLora:
             raise ConfigError("this LoRA is detached.", hint="Use attach_lora for the new one.")
         lora = lora if isinstance(lora, LoraFile) else load_lora(lora)
         own, left_out = for_this_model(self._model, lora)
-        targets = match_modules(self._model, own, any_kind=True)
+        targets, not_in_variant = match_modules(self._model, own, any_kind=True)
+        log_unapplied(self._model, lora, left_out, not_in_variant)
         changes = {place: target for target in targets for place in target.places}
         beyond = [target.name for place, target in changes.items() if place not in self._branches]
         larger = [
@@ -284,7 +289,7 @@ class AttachedLora:
             branch.factors = placed[place]
             branch.weigh(branch.weight)
         self.applied = tuple(name for target in targets for name in target.names)
-        self.left_out = left_out
+        self.left_out, self.not_in_variant = left_out, not_in_variant
         self._strength.path = lora.path
 
     @property

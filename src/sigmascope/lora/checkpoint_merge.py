@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import fsum, isfinite, sqrt
 from os import PathLike
 from pathlib import Path
@@ -22,14 +22,16 @@ from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchErr
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import ChangedKeys, changed_keys, weights_of
 from sigmascope.lora.arrival import Arrival, arrival_findings, together
+from sigmascope.lora.compatibility import energy_of, missing_in_variant
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
-from sigmascope.lora.file import HASHES, as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import HASHES, LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
 from sigmascope.lora.merge import MergeMethod, merged_from, require_weights
 from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import InputLora
+from sigmascope.lora.verdict import variant_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 from sigmascope.units import counted, first_few, format_size
@@ -95,6 +97,9 @@ class CheckpointMergeReport:
         tensors: The changed tensors, in the checkpoint's order.
         copied: How many tensors were copied bit for bit.
         unmatched: Modules without a tensor in the checkpoint, by the LoRA's position.
+        not_in_variant: Modules for layers that the model's family has and this variant does not, by the LoRA's position.
+        kept_energy: Share of ‖ΔW‖² of all modules at their weights that those with a tensor have; None if a norm depends on the
+            model's weights, or all changes are zero.
         unused_keys: Keys that belong to no module of their LoRA, by the LoRA's position.
         skipped: Entries of the checkpoint that the new file does not have, with the reason.
         file_bytes: Size of the new file.
@@ -112,6 +117,8 @@ class CheckpointMergeReport:
     skipped: dict[str, str]
     file_bytes: int
     seconds: float
+    not_in_variant: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    kept_energy: float | None = 1.0
 
     @property
     def change_norm(self) -> float:
@@ -141,8 +148,12 @@ class CheckpointMergeReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is lost of the changes, and what became larger."""
-        found = list(arrival_findings(self.arrival, len(self.tensors)))
+        """What is left out or lost of the changes, and what became larger."""
+        found = [
+            variant_finding(names, self.inputs[position].modules, self.inputs[position].path.name)
+            for position, names in self.not_in_variant.items()
+        ]
+        found += arrival_findings(self.arrival, len(self.tensors))
         others = self.stored_otherwise
         if others:
             types = ", ".join(dict.fromkeys(str(tensor.stored_before) for tensor in others))
@@ -186,11 +197,17 @@ class CheckpointMergeReport:
             "findings": [asdict(finding) for finding in self.findings],
             "file_bytes": self.file_bytes,
             "seconds": self.seconds,
-            "unmatched": {str(position): list(names) for position, names in self.unmatched.items()},
-            "unused_keys": {str(position): list(keys) for position, keys in self.unused_keys.items()},
+            "kept_energy": self.kept_energy,
+            "unmatched": _by_position(self.unmatched),
+            "not_in_variant": _by_position(self.not_in_variant),
+            "unused_keys": _by_position(self.unused_keys),
             "skipped": self.skipped,
             "tensors": [tensor.as_dict() for tensor in self.tensors],
         }
+
+
+def _by_position(names: Mapping[int, Sequence[str]]) -> dict[str, list[str]]:
+    return {str(position): list(of_lora) for position, of_lora in names.items()}
 
 
 def merge_into_checkpoint(
@@ -208,7 +225,8 @@ def merge_into_checkpoint(
     Each sum is formed in float32 (float64 for float64 weights) and rounded once to how the weight is stored: also fp8 and
     int8 with scales, and GGUF, whose types that can only be read become Q8_0. Every other tensor is copied bit for bit,
     and the header's metadata is kept. LoRA and checkpoint may use different formats and namings;
-    matrices that are fused on one side only are divided or joined exactly.
+    matrices that are fused on one side only are divided or joined exactly. Modules for layers that the model's family has and
+    this variant does not are left out, and named in the report.
 
     Args:
         loras: LoRA files, at least one.
@@ -216,7 +234,7 @@ def merge_into_checkpoint(
         save_to: The `.safetensors` file to write; a `.gguf` one for a GGUF checkpoint.
         weights: Strength of each LoRA; 1 when left out. A LoRA of weight 0 touches nothing.
         method: How changes of one weight are combined; their plain sum by default.
-        allow_unmatched: Accept modules that have no tensor in the checkpoint; the report lists them.
+        allow_unmatched: Also accept modules that have no tensor in the checkpoint for another reason; the report lists them.
         progress: Called after each tensor.
 
     Raises:
@@ -239,7 +257,8 @@ def merge_into_checkpoint(
             content="this checkpoint" if base.format == "gguf" else "a checkpoint",
             format="gguf" if base.format == "gguf" else "safetensors",
         )
-        layout = layout_of({key: base.info(key).shape for key in base})
+        shapes = {key: base.info(key).shape for key in base}
+        layout = layout_of(shapes)
         opened = [files.enter_context(open_lora(path)) for path in paths]
         changes = [changed_keys(lora, base.keys(), layout, weights_of(base)) for lora in opened]
         _require_one_file(base, Path(into), changes)
@@ -247,8 +266,17 @@ def merge_into_checkpoint(
         refuse_inputs(target, base)
         refuse_files(target, lora_files)
         positions = _match_tensors(base, changes, strengths)
-        unmatched = {i: change.unmatched for i, change in enumerate(changes) if change.unmatched}
-        _require_matched(base, changes, unmatched, allow_unmatched=allow_unmatched)
+        idle = {i: change.unmatched for i, change in enumerate(changes) if change.unmatched}
+        not_in_variant = _filled(
+            {i: missing_in_variant(opened[i], names, shapes) for i, names in idle.items()}
+        )
+        unmatched = _filled(
+            {
+                i: tuple(name for name in names if name not in not_in_variant.get(i, ()))
+                for i, names in idle.items()
+            }
+        )
+        _require_matched(base, changes, idle, allow_unmatched=allow_unmatched or not unmatched)
         storages = _storages(base, positions)
         tensors = _write_checkpoint(
             _writer(target, base, storages, _provenance(base, lora_files, strengths, how)),
@@ -263,8 +291,8 @@ def merge_into_checkpoint(
             into=Path(into),
             checkpoint=target,
             inputs=tuple(
-                InputLora.of(change.lora, path, weight)
-                for change, path, weight in zip(changes, paths, strengths, strict=True)
+                InputLora.of(lora, path, weight)
+                for lora, path, weight in zip(opened, paths, strengths, strict=True)
             ),
             method=how.describe(),
             tensors=tensors,
@@ -276,7 +304,28 @@ def merge_into_checkpoint(
             skipped=dict(base.as_stored.skipped),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
+            not_in_variant=not_in_variant,
+            kept_energy=_kept_energy(opened, strengths, idle) if idle else 1.0,
         )
+
+
+def _filled(names: Mapping[int, tuple[str, ...]]) -> dict[int, tuple[str, ...]]:
+    return {position: of_lora for position, of_lora in names.items() if of_lora}
+
+
+def _kept_energy(
+    loras: Sequence[LoraFile], weights: Sequence[float], idle: Mapping[int, tuple[str, ...]]
+) -> float | None:
+    """The share of ‖ΔW‖² that modules with a tensor have, each LoRA by itself."""
+    kept, lost = 0.0, 0.0
+    for position, (lora, weight) in enumerate(zip(loras, weights, strict=True)):
+        without = idle.get(position, ())
+        own = energy_of(lora, [name for name in lora.names if name not in without])
+        dropped = energy_of(lora, without)
+        if own is None or dropped is None:
+            return None
+        kept, lost = kept + weight**2 * own, lost + weight**2 * dropped
+    return kept / (kept + lost) if kept + lost > 0.0 else None
 
 
 def _require_one_file(base: Checkpoint, into: Path, loras: Sequence[ChangedKeys]) -> None:

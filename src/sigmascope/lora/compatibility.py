@@ -6,10 +6,11 @@ module that changes nothing, `MismatchReasons` says why, the likeliest reason fi
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import fsum
 from os import PathLike
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,6 +19,7 @@ from torch import nn
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeError
+from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, is_layer_of, layout_of
@@ -87,6 +89,36 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
 def error_text(error: Exception) -> str:
     """Our own errors in their words, others with their class."""
     return str(error) if isinstance(error, SigmascopeError) else describe(error)
+
+
+def missing_in_variant(lora: LoraFile, names: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
+    """The modules that a merge, a conversion or an application leaves out with a warning (`lora_layer_missing`).
+
+    They are for layers that the model's family has and this variant does not, such as the image attention of WAN 2.1's
+    I2V model, which 2.2 lacks. A module that matches nothing for another reason is an error there.
+
+    Args:
+        lora: In any format.
+        names: Of its modules that match nothing in the model.
+        shapes: Of all the model's weights, by key.
+    """
+    idle = list(names)
+    if not idle:
+        return ()
+    reasons = MismatchReasons(lora, place(lora, shapes), file_family(lora))
+    return tuple(name for name in idle if reasons.explain(name).reason == "layer_missing")
+
+
+def energy_of(lora: LoraFile, names: Iterable[str]) -> float | None:
+    """Σ ‖ΔW‖² of some modules of a LoRA, which are read; None if one depends on the model's weights."""
+    norms = [_norm_of(lora.change(name)) for name in names]
+    known = [norm for norm in norms if norm is not None]
+    return fsum(norm**2 for norm in known) if len(known) == len(norms) else None
+
+
+def _norm_of(change: LoraFactors | WeightChange) -> float | None:
+    """‖ΔW‖; None if it depends on the model's weight."""
+    return None if getattr(change, "needs_base", False) else change.frobenius_norm()
 
 
 @contextmanager
@@ -326,10 +358,9 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
     name = module.name
     try:
         change = lora.change(name)
+        norm = _norm_of(change)
         if not isinstance(change, LoraFactors):
-            norm = None if getattr(change, "needs_base", False) else change.frobenius_norm()
             return replace(module, finite=True, norm=norm)
-        norm = change.frobenius_norm()
     except NonFiniteError:
         return replace(module, finite=False)
     has_alpha = f"{lora.stored_names.get(name, name)}.alpha" in keys or (

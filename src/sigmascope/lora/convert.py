@@ -7,7 +7,7 @@ The layer of each module follows from the model if one is given (`named_by_model
 and header (`named_by_itself`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.adapters import Adapter, DiffChange, WeightChange, form_delta
 from sigmascope.lora.alignment import align, weights_of
 from sigmascope.lora.budget import StorageCost
+from sigmascope.lora.compatibility import energy_of, missing_in_variant
 from sigmascope.lora.decompose import FormedChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import (
@@ -40,7 +41,7 @@ from sigmascope.lora.file import (
     refuse_files,
     refuse_inputs,
 )
-from sigmascope.lora.file_family import file_family, layout_as, nearest_family, told_by_lora
+from sigmascope.lora.file_family import file_family, layout_as, nearest_family, title_of, told_by_lora
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.kinds.fused import PartOfFused, SwappedHalves
@@ -59,8 +60,10 @@ from sigmascope.lora.resize import (
     weighted_error,
 )
 from sigmascope.lora.statistics import RIDGE
+from sigmascope.lora.verdict import variant_finding
 from sigmascope.lora.writer import LoraWriter, holds, storage_dtype
 from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Finding
 from sigmascope.units import first_few
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
@@ -99,6 +102,10 @@ class ConversionReport:
         changes: Changes of other kinds there.
         widened: Modules whose up factor is float32 now, because their scale would have rounded it.
         left_out: What is only in the old file, including keys that belong to no module.
+        not_in_variant: Those modules of `left_out` that are for layers which the model's family has and this variant does not.
+        kept_energy: Share of ‖ΔW‖² that the modules of the new file had in the old one; None if that of one depends on the
+            model's weights, or all changes are zero. What belongs to no module is not counted.
+        unread: Keys of the old file that belong to no module.
         file_bytes: Size of the new file.
         factored: Changes that the format cannot hold and that became plain factors, with their errors.
         loads: What hosts make of the new file; see `loadable.loads_of_written`.
@@ -117,6 +124,15 @@ class ConversionReport:
     factored: tuple[ResizedModule, ...] = ()
     family_doubt: str | None = None
     loads: WrittenLoads | None = None
+    not_in_variant: tuple[str, ...] = ()
+    kept_energy: float | None = 1.0
+    unread: tuple[str, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was left out because the model has no place for it."""
+        names = self.not_in_variant
+        return (variant_finding(names, self.modules + self.changes + len(names)),) if names else ()
 
     @property
     def relative_error(self) -> float | None:
@@ -135,7 +151,8 @@ class ConversionReport:
         bare = asdict(replace(self, factored=(), loads=None))
         errors = {"relative_error": self.relative_error, "weighted_error": self.weighted_error}
         loads = None if self.loads is None else self.loads.as_dict()
-        return bare | paths | errors | {"factored": factored, "loads": loads}
+        found = [asdict(finding) for finding in self.findings]
+        return bare | paths | errors | {"factored": factored, "loads": loads, "findings": found}
 
 
 def convert_lora(
@@ -169,7 +186,8 @@ def convert_lora(
             `model`, it says whose names these are, and the model has the shapes.
         prefix: Before the denoiser's names in PEFT's and native format, "" for none.
         dtype: To store factors in; their own when left out.
-        drop_unsupported: Leave out what the format cannot hold or has no name for, and say so in the report.
+        drop_unsupported: Leave out what the format cannot hold or has no name for, and say so in the report. Modules for layers
+            that the model's family has and this variant does not are left out, and said so, in any case.
         rank: Of the plain factors that changes become where the format cannot hold them: LoHa, LoKr and whole
             differences of weights in PEFT's, and with the model what depends on its weights; 9999 keeps everything.
         statistics: A file of `sigmascope.lora.statistics` for the LoRA's model: the factors then minimise the error of
@@ -215,8 +233,8 @@ def convert_lora(
         else:
             named = _of_model(lora, wanted.name, base, family)
         left_out = list(named.left_out)
-        if left_out and not drop_unsupported:
-            raise _no_names(lora, left_out)
+        if (left_out and not drop_unsupported) or not named.layers:
+            raise _no_names(lora, [*left_out, *named.not_in_variant])
         factors = None
         if rank is not None:
             factors = _Factors.of(named, wanted, rank, dtype or _own_dtype(source), statistics, ridge)
@@ -258,6 +276,8 @@ def convert_lora(
                         writer.write(named.layers[module.name], factored)
                         cut.append(module)
                 progress(done, len(named.layers), module.name)
+        left_out += named.not_in_variant
+        kept_energy = _kept_energy(lora, {module.name for module in left_out} & {*lora.names})
         left_out += [LeftOut(key, "belongs to no module") for key in lora.unused_keys]
     return ConversionReport(
         source=Path(source),
@@ -273,7 +293,20 @@ def convert_lora(
         factored=tuple(cut),
         family_doubt=named.family_doubt,
         loads=writer.loads,
+        not_in_variant=tuple(module.name for module in named.not_in_variant),
+        kept_energy=kept_energy,
+        unread=lora.unused_keys,
     )
+
+
+def _kept_energy(lora: LoraFile, left_out: Collection[str]) -> float | None:
+    if not left_out:
+        return 1.0
+    lost, kept = (
+        energy_of(lora, [name for name in lora.names if (name in left_out) is dropped])
+        for dropped in (True, False)
+    )
+    return None if lost is None or kept is None or lost + kept == 0.0 else kept / (lost + kept)
 
 
 def _refuse_without_effect(format: str, model: str | PathLike[str] | None, prefix: str | None) -> None:
@@ -302,6 +335,7 @@ class NamedLora:
         shapes: Of the model's weights, where it is given, by layer.
         family_doubt: As in `ConversionReport`.
         base: The model, open.
+        not_in_variant: Names of layers that the model's family has and this variant does not.
     """
 
     lora: LoraFile
@@ -312,6 +346,7 @@ class NamedLora:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     family_doubt: str | None = None
     base: Checkpoint | None = None
+    not_in_variant: tuple[LeftOut, ...] = ()
 
     def key_in_base(self, name: str) -> str | None:
         """The model's tensor that a change depends on; None if it depends on none, or the model has none or is not given."""
@@ -567,10 +602,26 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = 
     elif family is not None:
         layout = layout_as(family, lora, dict(zip(layers, shapes.values(), strict=True)), layout)
     aligned = align(lora, layers, layout, weights=weights_of(checkpoint))
-    left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
+    lacking = missing_in_variant(lora, aligned.unmatched, shapes)
+    left_out, not_in_variant = (
+        tuple(
+            LeftOut(name, f"{checkpoint.path.name} has no such layer{why}")
+            for name in aligned.unmatched
+            if (name in lacking) is is_lacking
+        )
+        for is_lacking, why in ((False, ""), (True, f", other {title_of(layout.family)} models do"))
+    )
     own = {name: name for name in aligned.lora.names}
     of_layers = {key.removesuffix(_WEIGHT): shape for key, shape in shapes.items() if key.endswith(_WEIGHT)}
-    return NamedLora(aligned.lora, own, layout, left_out, blocks_of_model(layers, layout), of_layers)
+    return NamedLora(
+        aligned.lora,
+        own,
+        layout,
+        left_out,
+        blocks_of_model(layers, layout),
+        of_layers,
+        not_in_variant=not_in_variant,
+    )
 
 
 def named_by_itself(

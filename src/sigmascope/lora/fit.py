@@ -220,7 +220,7 @@ def _divided(recorded: Sequence[Sequence[RecordedCall]]) -> tuple[list[RecordedC
 @contextmanager
 def _trained(model: nn.Module, lora: LoraFile) -> Iterator[tuple[dict[str, "TrainedFactors"], Strength]]:
     """Factors that take gradients, by the LoRA's names, in branches beside the model's layers."""
-    targets, _ = hooked_targets(model, lora)
+    (targets, _), _ = hooked_targets(model, lora)
     names = {id(factors.up): name for name, factors in lora.modules.items()}
     joined = [target.name for target in targets if id(target.factors.up) not in names]
     if joined:

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import AlignedLora, align
+from sigmascope.lora.compatibility import missing_in_variant
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import same_matrix
 from sigmascope.lora.module_names import parse_name
+from sigmascope.lora.verdict import variant_finding
 from sigmascope.probes.models import components_of
 from sigmascope.units import counted, first_few
 
@@ -81,7 +83,11 @@ def for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...
     return lora.only({name for part in kept for name in names_by_part[part]}), left_out
 
 
-def log_unapplied(model: Any, lora: LoraFile, left_out: Sequence[str]) -> None:
+def log_unapplied(
+    model: Any, lora: LoraFile, left_out: Sequence[str], not_in_variant: Sequence[str] = ()
+) -> None:
+    if not_in_variant:
+        logger.warning("%s: %s", lora, variant_finding(not_in_variant, len(lora.names)).message)
     if lora.unused_keys:
         logger.warning("%s: %d keys are not applied: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
     if left_out:
@@ -133,8 +139,20 @@ class LoraTarget:
         return tensor_of(self.layers[0], self.of)
 
 
-def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list[LoraTarget]:
-    """Find the layer of every LoRA module; if one is missing, none is returned.
+class Matched(NamedTuple):
+    """What a LoRA changes in a model.
+
+    Attributes:
+        targets: One for each weight or bias, in the LoRA's order. Layers that share one weight are one target.
+        not_in_variant: Modules for layers that the model's family has and this variant does not.
+    """
+
+    targets: list[LoraTarget]
+    not_in_variant: tuple[str, ...] = ()
+
+
+def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> Matched:
+    """Find the layer of every LoRA module; if one is missing that the model ought to have, none is returned.
 
     Names may be those of the model's checkpoint, or of any format that `align` understands. Path parts that
     torch.compile, DataParallel and PEFT add are ignored. If the model is one part of the checkpoint (a U-Net, for
@@ -146,7 +164,7 @@ def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list
         any_kind: Whether changes that are more than up and down factors are targets too.
 
     Returns:
-        A target for each weight or bias, in the LoRA's order. Layers that share one weight are one target.
+        The targets, and the modules that this variant of the model has no layer for.
 
     Raises:
         ModelMismatchError: A module has no layer, or its layer has another kind or shape, or two modules change one
@@ -160,16 +178,21 @@ def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> list
     layers = dict(layers_of(model))
     places = _places(layers)
     cut = _prefix_to_cut(lora.names, places)
+    not_in_variant: tuple[str, ...] = ()
     if any(name.removeprefix(cut) not in places for name in lora.names):
         aligned = _aligned(model, lora, layers)
         beyond = [path for path in aligned.lora.names if path not in places]
         # (IA)³ scales a bias if there is one, and changes nothing if there is none.
         idle = [path for path in beyond if path.endswith(_BIAS) and aligned.lora.kind_of(path) == "ia3"]
         lost = [name for path in beyond if path not in idle for name in aligned.sources[path]]
-        _require_present(model, lora, [*aligned.unmatched, *lost], layers)
-        lora, cut = aligned.lora.only(set(aligned.lora.names) - set(idle)), ""
+        missing = [*aligned.unmatched, *lost]
+        not_in_variant = missing_in_variant(lora, missing, _shapes_of(model, layers))
+        others = [name for name in missing if name not in not_in_variant]
+        if others or len(missing) == len(lora.names):
+            _require_present(model, lora, missing, layers)
+        lora, cut = aligned.lora.only(set(aligned.lora.names) - {*idle, *beyond}), ""
     _require_fitting(lora, places, cut)
-    return _targets(lora, places, cut)
+    return Matched(_targets(lora, places, cut), not_in_variant)
 
 
 class Place(NamedTuple):
@@ -215,18 +238,21 @@ def _prefix_to_cut(names: Iterable[str], places: Mapping[str, Place]) -> str:
 
 def _aligned(model: Any, lora: LoraFile, layers: Mapping[str, Layer]) -> AlignedLora:
     """The LoRA under the layers' own names."""
-    shapes = {
-        f"{prefix}{checkpoint_path(name)}": tuple(parameter.shape)
-        for prefix, module in modules_of(model)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
-    shapes |= {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
-    layout = layout_of(shapes)
+    layout = layout_of(_shapes_of(model, layers))
     own_parts = {parse_name(name).parts[:1] for name in lora.names}
     if layout.prefixes == {"text_encoder": ""} and len(own_parts) == 1:
         # On its own, the second text encoder of a pipeline looks like the first.
         layout = replace(layout, prefixes=dict.fromkeys(own_parts.pop(), "") or layout.prefixes)
     return align(lora, list(layers), layout, weights=lambda path: _held(path, layers[path]))
+
+
+def _shapes_of(model: Any, layers: Mapping[str, Layer]) -> dict[str, tuple[int, ...]]:
+    shapes = {
+        f"{prefix}{checkpoint_path(name)}": tuple(parameter.shape)
+        for prefix, module in modules_of(model)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    return shapes | {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
 
 
 def _held(path: str, layer: Layer) -> Tensor:

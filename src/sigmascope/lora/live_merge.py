@@ -70,10 +70,10 @@ def merge_into_model(
     """
     finite_scale(scale)
     lora, left_out = for_this_model(model, lora)
-    targets = match_modules(model, lora, any_kind=True)
+    targets, not_in_variant = match_modules(model, lora, any_kind=True)
     _require_mergeable(targets)
-    log_unapplied(model, lora, left_out)
-    return MergedLora(targets, scale, compute_dtype, left_out)
+    log_unapplied(model, lora, left_out, not_in_variant)
+    return MergedLora(targets, scale, compute_dtype, left_out, not_in_variant)
 
 
 def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
@@ -107,6 +107,7 @@ class MergedLora:
     Attributes:
         applied: The LoRA's modules that were merged, in the LoRA's order.
         left_out: Modules for other models of the pipeline.
+        not_in_variant: Modules for layers that the model's family has and this variant does not; a warning is logged.
         scale: The strength of the merge.
     """
 
@@ -116,9 +117,11 @@ class MergedLora:
         scale: float,
         compute_dtype: torch.dtype,
         left_out: Sequence[str] = (),
+        not_in_variant: Sequence[str] = (),
     ) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
         self.left_out: tuple[str, ...] = tuple(left_out)
+        self.not_in_variant: tuple[str, ...] = tuple(not_in_variant)
         self.scale = scale
         self._changed: list[ChangedWeight] = []
         if scale == 0.0:

@@ -120,8 +120,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_layer_missing": VerdictRow(
         "warning",
         _OF_MODULES,
-        "All else applies. WAN 2.2, for example, has no image attention, which LoRAs of WAN 2.1's I2V model change. Leave these "
-        "modules out: lora merge --allow_unmatched, or lora convert --model MODEL --drop_unsupported.",
+        "All else applies: these modules are left out and count against the energy kept. WAN 2.2, for example, has no image "
+        "attention, which LoRAs of WAN 2.1's I2V model change.",
         "is for a layer that the model's family has, but this variant does not",
         "are for layers that the model's family has, but this variant does not",
     ),
@@ -360,6 +360,25 @@ def verdict_finding(id: str, evidence: dict[str, JsonScalar] | None = None, **fi
     row = VERDICTS[id]
     advice = row.advice and (row.advice.format(**figures) or None)
     return Finding(id, row.severity, row.says.format(**figures), evidence or {}, advice)
+
+
+def variant_finding(names: Sequence[str], modules: int, file: object = None) -> Finding:
+    """That modules are left out, as they are for layers which the model's family has and this variant does not.
+
+    Args:
+        names: Of these modules, at least one.
+        modules: How many the LoRA has.
+        file: The LoRA, where there are several.
+    """
+    return verdict_finding(
+        "lora_layer_missing",
+        {"modules": len(names), "of": modules, "first": names[0]},
+        count=len(names),
+        modules=counted(modules, "module") + ("" if file is None else f" of {file}"),
+        words=MISMATCHES["layer_missing"].words(len(names)),
+        families="",
+        first=first_few(names, _MAX_NAMED),
+    )
 
 
 def is_opposed(strengths: Sequence[float]) -> bool:

@@ -137,7 +137,8 @@ def merge(
         bool,
         typer.Option(
             "--allow_unmatched",
-            help="With --into: skip modules that the checkpoint lacks, instead of refusing.",
+            help="With --into: skip any module that the checkpoint lacks, instead of refusing. Layers that only other variants of "
+            "the model have are skipped with a warning in any case.",
         ),
     ] = False,
     verbose: Verbose = False,
@@ -251,7 +252,7 @@ def print_checkpoint_merge(console: Console, report: "CheckpointMergeReport", *,
         console.print(
             _baked_tensor_table("Every changed tensor" if verbose else "Most lost to rounding", shown)
         )
-    for position, names in report.unmatched.items():
+    for position, names in sorted((*report.not_in_variant.items(), *report.unmatched.items())):
         listed(console, f"Not in the checkpoint, from {report.inputs[position].path.name}", names)
     for position, keys in report.unused_keys.items():
         listed(console, f"Keys that belong to no module, in {report.inputs[position].path.name}", keys)
@@ -268,6 +269,7 @@ def _checkpoint_merge_facts(report: "CheckpointMergeReport") -> list[tuple[str, 
         ("Method", plain(report.method) if len(report.inputs) > 1 else None),
         ("Tensors changed", f"{len(report.tensors)} ({report.copied} copied bit for bit)"),
         ("Strength ‖ΔW‖", number(report.change_norm)),
+        ("Energy kept", percent(report.kept_energy) if report.not_in_variant or report.unmatched else None),
         ("Lost to rounding", percent(report.lost_share)),
         ("Arrives", _arrives(report)),
         ("Stored as", ", ".join(dict.fromkeys(tensor.stored for tensor in report.tensors)) or None),
@@ -415,9 +417,13 @@ def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableTyp
 
 
 def _kept(report: "ReductionReport") -> str:
+    return _of_what_was_read(report.kept_energy, len(report.unread))
+
+
+def _of_what_was_read(share: float | None, unread: int) -> str:
     from sigmascope.units import counted
 
-    kept, unread = percent(report.kept_energy), len(report.unread)
+    kept = percent(share)
     return (
         f"{kept} of what was read; {counted(unread, 'tensor')} of the input belong to no module"
         if unread
@@ -534,6 +540,7 @@ def _print_conversion(console: Console, report: "ConversionReport") -> None:
     console.print(title("LoRA conversion", report.source.name))
     console.print(facts(_conversion_facts(report)))
     listed(console, "Left out", [f"{module.name} ({module.reason})" for module in report.left_out])
+    console.print(findings(report.findings))
     print_written(console, report.target, report.file_bytes)
     print_loads(console, report.loads)
 
@@ -545,10 +552,15 @@ def _conversion_facts(report: "ConversionReport") -> list[tuple[str, RenderableT
         ("Model family", _told_family(report)),
         ("Modules", str(report.modules)),
         ("Other changes", str(report.changes) if report.changes else None),
+        ("Energy kept", _converted_energy(report) if report.left_out else None),
         ("Made plain factors", _factored(report) if report.factored else None),
         ("Widened to float32", widened if report.widened else None),
         ("For", Text(_usable_in(report))),
     ]
+
+
+def _converted_energy(report: "ConversionReport") -> str:
+    return _of_what_was_read(report.kept_energy, len(report.unread))
 
 
 def _told_family(report: "ConversionReport") -> str:

@@ -409,7 +409,7 @@ def _factors_by_layer(model: LbmModel, lora: LoraFile) -> dict[str, LoraFactors]
         if isinstance(module, nn.Linear | nn.Conv2d)
     }
     factors = {}
-    for target in match_modules(model, lora):
+    for target in match_modules(model, lora).targets:
         shape = tuple(target.layers[0].weight.shape)
         factors[paths[id(target.layers[0])]] = replace(target.factors, weight_shape=shape)
     outside = [name for name in factors if not name.startswith(DENOISER)]
