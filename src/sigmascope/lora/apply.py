@@ -3,7 +3,7 @@
 Each layer also runs the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
 convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1. A change that is more than
 up and down is formed once from the weight as it is then, and runs as one such layer: y = W·x + scale · ΔW·x. The change of
-a bias is added to the output.
+a bias is added to the output. The change of any other parameter, such as a norm's, is added where the module reads it.
 """
 
 import inspect
@@ -24,11 +24,13 @@ from torch.utils.hooks import RemovableHandle
 
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import DiffChange, WeightChange
+from sigmascope.lora.changed_reads import ChangedReads, change_reads
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import matches, nearest_layers, require_matches, require_pattern
 from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.live_layers import (
+    Convolution,
     Layer,
     LoraTarget,
     Matched,
@@ -36,10 +38,10 @@ from sigmascope.lora.live_layers import (
     finite_scale,
     for_this_model,
     formed_for,
-    layers_of,
     log_unapplied,
     match_modules,
     modules_of,
+    paths_in,
     tensor_of,
     weight_shape_of,
 )
@@ -72,7 +74,8 @@ def attach_lora(
 
     Args:
         model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. It needs a Linear or
-            convolution layer for every module of the LoRA, except modules for other models of the pipeline.
+            convolution layer for every module of the LoRA, or any parameter for a whole difference, except for modules of
+            other models of the pipeline, and for layers that only other variants of the model have (`not_in_variant`).
         lora: The changes, of any kind, or their file. Those that are more than up and down factors are formed from the weights, and
             take as much memory as the weights do.
         scale: Strength; it can be set later. At 0 the outputs are those of the bare model, bit for bit.
@@ -92,7 +95,7 @@ def attach_lora(
     """
     lora = lora if isinstance(lora, LoraFile) else load_lora(lora)
     (targets, not_in_variant), left_out = hooked_targets(model, lora, any_kind=True)
-    paths = {layer: path for path, layer in layers_of(model)}
+    paths = paths_in(model)
     chosen = _chosen(model, targets, paths, parts, only)
     log_unapplied(model, lora, left_out, not_in_variant)
     return AttachedLora(model, chosen, scale, left_out, not_in_variant, lora.path, blocks)
@@ -101,7 +104,7 @@ def attach_lora(
 def _chosen(
     model: Any,
     targets: "list[LoraTarget]",
-    paths: Mapping[Layer, str],
+    paths: Mapping[nn.Module, str],
     parts: Collection[str] | None,
     only: str | None,
 ) -> "list[LoraTarget]":
@@ -177,9 +180,9 @@ def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
         )
 
 
-def _pads_its_input(layer: Layer) -> bool:
+def _pads_its_input(layer: nn.Module) -> bool:
     """Whether a convolution's `forward` takes more than the input; a hook then does not see what is convolved."""
-    if isinstance(layer, nn.Linear):
+    if not isinstance(layer, Convolution):
         return False
     parameters = inspect.signature(layer.forward).parameters.values()
     return sum(parameter.kind not in _VARIADIC_PARAMETERS for parameter in parameters) > 1
@@ -214,19 +217,26 @@ class AttachedLora:
         self.not_in_variant: tuple[str, ...] = tuple(not_in_variant)
         self._model = model
         self._strength = Strength(finite_scale(scale), path)
-        paths = {layer: path for path, layer in layers_of(model)}
+        paths = paths_in(model)
         file = "" if path is None else f"{path}: "
         self._branches: dict[Place, LoraBranch[SwappableFactors]] = {
-            place: LoraBranch(target.name, _placed(file + target.name, target.change, place), self._strength)
+            place: _branch_for(place)(
+                target.name, _placed(file + target.name, target.change, place), self._strength
+            )
             for target in targets
             for place in target.places
         }
         self._paths = {place: paths[place.layer] for place in self._branches}
         self._blocks: dict[str, float] = {}
         self.blocks = blocks or {}
-        self._handles: list[RemovableHandle] = [
+        self._handles: list[RemovableHandle | ChangedReads] = [
             place.layer.register_forward_hook(branch, with_kwargs=True)
             for place, branch in self._branches.items()
+        ]
+        self._handles += [
+            change_reads(place.layer, place.of, branch.added_to)
+            for place, branch in self._branches.items()
+            if isinstance(branch, ParameterBranch)
         ]
 
     @property
@@ -420,7 +430,7 @@ class SwappableFactors(BranchFactors, Protocol):
 
 def _placed(name: str, change: LoraFactors | WeightChange, place: Place) -> SwappableFactors:
     """A layer's change, placed beside its weight."""
-    if isinstance(change, LoraFactors):
+    if isinstance(change, LoraFactors) and isinstance(place.layer, Layer):
         return PlacedFactors(name, change, place.layer)
     return PlacedDelta(name, change, place)
 
@@ -608,11 +618,16 @@ class LoraBranch(Generic[Factors]):
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         self.has_run = True
-        compiling = torch.compiler.is_compiling()
-        if not compiling and self.strength.value * self.weight == 0.0:
+        if self._is_off():
             return None  # PyTorch then keeps the layer's own output
-        branch = self._branch(layer, args[0] if args else kwargs["input"])
-        if not compiling:
+        return self._sum(output, self._branch(layer, args[0] if args else kwargs["input"]))
+
+    def _is_off(self) -> bool:
+        """Whether nothing is added; compiled code asks the tensors instead."""
+        return not torch.compiler.is_compiling() and self.strength.value * self.weight == 0.0
+
+    def _sum(self, output: Tensor, branch: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
             alpha = self.strength.value * self.weight * self.factors.scale
             # Rounded before the sum, as compiled code and PEFT do: in half precision the outputs are theirs to the bit.
             return output + branch.to(output.dtype) * alpha
@@ -631,3 +646,24 @@ class LoraBranch(Generic[Factors]):
         # The layer's own convolution handles padding modes such as "reflect".
         inner = layer._conv_forward(x, down, None)
         return inner if up is None else _CONVOLUTION_BY_WEIGHT_AXES[up.ndim](inner, up)
+
+
+class ParameterBranch(LoraBranch[Factors]):
+    """The change of a parameter that is no layer's: added where the module reads it (`change_reads`).
+
+    As the module's forward hook it adds nothing, and notes that the module has run.
+    """
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.has_run = True
+
+    def added_to(self, parameter: Tensor) -> Tensor:
+        """The parameter with the change; itself at strength 0."""
+        if self._is_off():
+            return parameter
+        _, delta = self.factors.near(parameter)
+        return self._sum(parameter, delta).to(parameter.dtype)
+
+
+def _branch_for(place: Place) -> type[LoraBranch[Any]]:
+    return LoraBranch if isinstance(place.layer, Layer) else ParameterBranch

@@ -1,4 +1,6 @@
-"""Which layers of a live model a LoRA changes: each weight or bias with its change (`match_modules`), and what is for others.
+"""Which tensors of a live model a LoRA changes: each with its change (`match_modules`), and what is for others.
+
+Factors change the weights of Linear and convolution layers; whole differences change any parameter, such as that of a norm.
 
 A file may change several models of a pipeline. A single model gets the changes that are for it; `left_out` names the
 others.
@@ -11,7 +13,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import combinations
 from math import isfinite
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Layer = nn.Linear | Convolution
-TensorName = Literal["weight", "bias"]
+_WHOLE = frozenset({"diff", "set"})
+"""Kinds of change that a parameter of any module takes."""
 _MAX_DESCRIBED = 5
 _BIAS = ".bias"
 # Wrappers put these into a layer's path; a checkpoint's keys do not have them.
@@ -53,11 +56,11 @@ def for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...
     if len(names_by_part) < 2:
         return lora, ()
     layers = dict(layers_of(model))
-    places = _places(layers)
+    places = _places(model, layers)
     fitting: dict[str, frozenset[str]] = {}
     complete = []
     for part, names in names_by_part.items():
-        aligned = _aligned(model, lora.only(frozenset(names)), layers)
+        aligned = _aligned(model, lora.only(frozenset(names)), layers, places)
         own = aligned.lora
         fitting[part] = frozenset(
             name for name in own.names if name in places and _may_fit(own.shape_of(name), places[name])
@@ -103,19 +106,19 @@ def log_unapplied(
 
 @dataclass(frozen=True, eq=False)
 class LoraTarget:
-    """One weight or bias of the model and the change that the LoRA makes to it.
+    """One tensor of the model and the change that the LoRA makes to it.
 
     Attributes:
         names: The LoRA modules for this tensor; several if layers share it.
         change: What is added to the tensor, in its shape if it is plain factors.
-        layers: Every layer that holds the tensor.
+        layers: Every layer that holds the tensor; a norm or any other module for a whole difference.
         of: Which of the layers' tensors it is.
     """
 
     names: tuple[str, ...]
     change: LoraFactors | WeightChange
-    layers: tuple[Layer, ...]
-    of: TensorName = "weight"
+    layers: tuple[nn.Module, ...]
+    of: str = "weight"
 
     @property
     def factors(self) -> LoraFactors:
@@ -143,7 +146,7 @@ class Matched(NamedTuple):
     """What a LoRA changes in a model.
 
     Attributes:
-        targets: One for each weight or bias, in the LoRA's order. Layers that share one weight are one target.
+        targets: One for each tensor, in the LoRA's order. Layers that share one weight are one target.
         not_in_variant: Modules for layers that the model's family has and this variant does not.
     """
 
@@ -152,7 +155,7 @@ class Matched(NamedTuple):
 
 
 def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> Matched:
-    """Find the layer of every LoRA module; if one is missing that the model ought to have, none is returned.
+    """Find the tensor of every LoRA module; if one is missing that the model ought to have, none is returned.
 
     Names may be those of the model's checkpoint, or of any format that `align` understands. Path parts that
     torch.compile, DataParallel and PEFT add are ignored. If the model is one part of the checkpoint (a U-Net, for
@@ -176,11 +179,11 @@ def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> Matc
     if not lora.names:
         raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
     layers = dict(layers_of(model))
-    places = _places(layers)
+    places = _places(model, layers)
     cut = _prefix_to_cut(lora.names, places)
     not_in_variant: tuple[str, ...] = ()
     if any(name.removeprefix(cut) not in places for name in lora.names):
-        aligned = _aligned(model, lora, layers)
+        aligned = _aligned(model, lora, layers, places)
         beyond = [path for path in aligned.lora.names if path not in places]
         # (IA)³ scales a bias if there is one, and changes nothing if there is none.
         idle = [path for path in beyond if path.endswith(_BIAS) and aligned.lora.kind_of(path) == "ia3"]
@@ -191,28 +194,50 @@ def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> Matc
         if others or len(missing) == len(lora.names):
             _require_present(model, lora, missing, layers)
         lora, cut = aligned.lora.only(set(aligned.lora.names) - {*idle, *beyond}), ""
+    odd = [name for name in lora.names if not _takes(places[name.removeprefix(cut)], lora.kind_of(name))]
+    if odd:
+        _require_present(model, lora, odd, layers)
     _require_fitting(lora, places, cut)
     return Matched(_targets(lora, places, cut), not_in_variant)
 
 
 class Place(NamedTuple):
-    """A tensor of a layer that a LoRA can change."""
+    """A tensor of a layer, or of another module, that a LoRA can change."""
 
-    layer: Layer
-    of: TensorName
+    layer: nn.Module
+    of: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """From the layer's settings, because a quantised layer packs its weight into another shape."""
+        """From a layer's settings, because a quantised layer packs its weight into another shape."""
+        if not isinstance(self.layer, Layer):
+            return tuple(tensor_of(*self).shape)
         shape = weight_shape_of(self.layer)
         return shape if self.of == "weight" else shape[:1]
 
 
-def _places(layers: Mapping[str, Layer]) -> dict[str, Place]:
-    """Each layer's weight by the layer's path, and its bias by the path with `.bias`."""
+def _places(model: Any, layers: Mapping[str, Layer]) -> dict[str, Place]:
+    """Each module's weight by the module's path, and any other of its parameters by the path with the parameter's name."""
+    others = {
+        _joined(f"{prefix}{checkpoint_path(path)}", name): Place(module, name)
+        for prefix, part in modules_of(model)
+        for path, module in part.named_modules(remove_duplicate=False)
+        if not isinstance(module, Layer)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
     places = {path: Place(layer, "weight") for path, layer in layers.items()}
     biased = {path: layer for path, layer in layers.items() if isinstance(layer.bias, Tensor)}
-    return places | {f"{path}{_BIAS}": Place(layer, "bias") for path, layer in biased.items()}
+    return others | places | {f"{path}{_BIAS}": Place(layer, "bias") for path, layer in biased.items()}
+
+
+def _joined(path: str, name: str) -> str:
+    return path if name == "weight" else f"{path}.{name}".removeprefix(".")
+
+
+def _takes(place: Place, kind: str) -> bool:
+    """Whether a tensor can have a change of that kind: factors are for layers only."""
+    return isinstance(place.layer, Layer) or kind in _WHOLE
 
 
 def _require_plain(lora: LoraFile) -> None:
@@ -236,14 +261,16 @@ def _prefix_to_cut(names: Iterable[str], places: Mapping[str, Place]) -> str:
     return ""
 
 
-def _aligned(model: Any, lora: LoraFile, layers: Mapping[str, Layer]) -> AlignedLora:
+def _aligned(
+    model: Any, lora: LoraFile, layers: Mapping[str, Layer], places: Mapping[str, "Place"]
+) -> AlignedLora:
     """The LoRA under the layers' own names."""
     layout = layout_of(_shapes_of(model, layers))
     own_parts = {parse_name(name).parts[:1] for name in lora.names}
     if layout.prefixes == {"text_encoder": ""} and len(own_parts) == 1:
         # On its own, the second text encoder of a pipeline looks like the first.
         layout = replace(layout, prefixes=dict.fromkeys(own_parts.pop(), "") or layout.prefixes)
-    return align(lora, list(layers), layout, weights=lambda path: _held(path, layers[path]))
+    return align(lora, list(places), layout, weights=lambda path: _held(path, layers[path]))
 
 
 def _shapes_of(model: Any, layers: Mapping[str, Layer]) -> dict[str, tuple[int, ...]]:
@@ -297,7 +324,7 @@ def _require_fitting(lora: LoraFile, places: Mapping[str, Place], cut: str) -> N
     wrong: list[str] = []
     for name in lora.names:
         place, own = places[name.removeprefix(cut)], lora.shape_of(name)
-        if not isinstance(place.layer, nn.Linear) and place.layer.groups > 1 and place.of == "weight":
+        if isinstance(place.layer, Convolution) and place.layer.groups > 1 and place.of == "weight":
             wrong.append(
                 f"{name} is a grouped convolution ({place.layer.groups} groups), which is not supported"
             )
@@ -356,6 +383,15 @@ def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
                 yield f"{prefix}{checkpoint_path(path)}", layer
 
 
+def paths_in(model: Any) -> dict[nn.Module, str]:
+    """Every module's path in the checkpoint; in a pipeline, with the component's name before it."""
+    return {
+        module: f"{prefix}{checkpoint_path(path)}"
+        for prefix, part in modules_of(model)
+        for path, module in part.named_modules(remove_duplicate=False)
+    }
+
+
 def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """The modules that hold the weights, each with the prefix of its layers' names."""
     parts = {f"{name}.": part for name, part in components_of(model).items()} or {"": model}
@@ -383,10 +419,12 @@ def weight_shape_of(layer: Layer) -> tuple[int, ...]:
     return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
 
 
-def tensor_of(layer: Layer, name: TensorName) -> Tensor:
-    """A layer's weight, or the bias that it has."""
-    tensor = layer.weight if name == "weight" else layer.bias
-    assert tensor is not None  # `_places` has no bias of a layer without one
+def tensor_of(layer: nn.Module, name: str) -> Tensor:
+    """A layer's weight or bias, or any module's parameter, without what attached LoRAs add to it."""
+    tensor = layer._parameters.get(name)
+    if tensor is None:  # computed from others
+        tensor = getattr(layer, name)
+    assert isinstance(tensor, Tensor)  # `_places` has no bias of a layer without one
     return tensor
 
 
@@ -395,7 +433,7 @@ def _identity(place: Place) -> int:
     return id(tensor_of(*place) if is_stored(*place) else place.layer)
 
 
-def is_stored(layer: Layer, name: TensorName) -> bool:
+def is_stored(layer: nn.Module, name: str) -> bool:
     """Whether the tensor is a parameter of the layer, not computed from others (weight_norm, parametrize)."""
     return layer._parameters.get(name) is not None
 

@@ -242,7 +242,11 @@ class ChangedWeight:
             strength = scale * change.scale
             up, down = (factor.to(place.device, compute) for factor in (change.up, change.down))
         else:
-            up = formed_for(target.name, change, place, compute).to(place.device).reshape(len(place), -1)
+            up = (
+                formed_for(target.name, change, place, compute)
+                .to(place.device)
+                .reshape(len(place) if place.ndim else 1, -1)
+            )
         on_cpu = weight.device.type == "cpu"
         values = place.contiguous().view(len(up), -1)
         original = copy.view(values.shape)
