@@ -34,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "cogvideox": ("CogVideoX", {}),
     "cosmos": ("CosmosPredict2", {}),
     "hunyuan_video15": ("HunyuanVideo15", {}),
+    "ideogram4": ("Ideogram4", {}),
+    "krea2": ("Krea2", {"layers": 1}),
     "kandinsky5": ("Kandinsky5", {}),
     "ltx2": ("LTXAV", {}),
     "mochi": ("GenmoMochi", {}),

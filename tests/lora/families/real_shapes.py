@@ -194,6 +194,12 @@ MODELS: Final = {
         ),
         {"transformer_blocks": 48},
     ),
+    "krea2": Published(
+        "krea2", lambda d: d.Krea2Transformer2DModel(num_layers=1), {"transformer_blocks": 28}
+    ),
+    "ideogram4": Published(
+        "ideogram4", lambda d: d.Ideogram4Transformer2DModel(num_layers=1), {"layers": 34}
+    ),
     "hunyuan-video-1.5": Published(
         "hunyuan_video15",
         lambda d: d.HunyuanVideo15Transformer3DModel(num_layers=1, use_meanflow=True),

@@ -47,9 +47,18 @@ MAKERS: Final[dict[str, Callable[[Any], nn.Module]]] = {
         num_layers=2, num_attention_heads=2, attention_head_dim=8, text_embed_dim=24, text_embed_2_dim=20,
         image_embed_dim=12, rope_axes_dim=(4, 2, 2), use_meanflow=True,
     ),
+    "ideogram4": lambda d: d.Ideogram4Transformer2DModel(
+        in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2, intermediate_size=40, adaln_dim=12,
+        llm_features_dim=24, mrope_section=(2, 1, 1),
+    ),
     "kandinsky5": lambda d: d.Kandinsky5Transformer3DModel(
         in_text_dim=24, in_text_dim2=20, time_dim=8, model_dim=16, ff_dim=40, num_text_blocks=2, num_visual_blocks=2,
         axes_dims=(2, 2, 4),
+    ),
+    "krea2": lambda d: d.Krea2Transformer2DModel(
+        in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, timestep_embed_dim=8, text_hidden_dim=24, num_text_layers=3, text_num_attention_heads=3,
+        text_num_key_value_heads=3, text_intermediate_size=40, axes_dims_rope=(4, 2, 2),
     ),
     "ltx2": lambda d: d.LTX2VideoTransformer3DModel(
         in_channels=4, out_channels=4, num_layers=2, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,

@@ -17,7 +17,7 @@ from sigmascope.lora.families import FAMILIES, row_of_diffusers
 from sigmascope.lora.hosts import host_readings
 from sigmascope.lora.reader import load_lora
 
-NAMES = ("auraflow", "cosmos", "flux2", "ltx2", "mochi", "sana", "z_image")
+NAMES = ("auraflow", "cosmos", "flux2", "ideogram4", "krea2", "ltx2", "mochi", "sana", "z_image")
 STARTS = ("diffusion_model.", "lora_unet_")
 
 

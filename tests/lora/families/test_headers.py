@@ -116,6 +116,8 @@ LLAMA = "model.layers.0.self_attn.q_proj"
         ("kandinsky5", "text_encoders.clip_l.transformer", f"text_encoder_2.{CLIP}"),
         ("auraflow", "text_encoders.pile_t5xl.transformer", f"text_encoder.{T5}"),
         ("mochi", "text_encoders.t5xxl.transformer", f"text_encoder.{T5}"),
+        ("krea2", "text_encoders.qwen3vl_4b.transformer", f"text_encoder.{LLAMA}"),
+        ("ideogram4", "text_encoders.qwen3vl_8b.transformer", f"text_encoder.{LLAMA}"),
         ("ltx2", "text_encoders.gemma3_12b.transformer", f"text_encoder.{LLAMA}"),
     ],
 )

@@ -19,6 +19,8 @@ LOADERS = {
     "auraflow": lora_pipeline.AuraFlowLoraLoaderMixin,
     "cogvideox": lora_pipeline.CogVideoXLoraLoaderMixin,
     "cosmos": lora_pipeline.CosmosLoraLoaderMixin,
+    "ideogram4": lora_pipeline.Ideogram4LoraLoaderMixin,
+    "krea2": lora_pipeline.Krea2LoraLoaderMixin,
     "kandinsky5": lora_pipeline.KandinskyLoraLoaderMixin,
     "ltx2": lora_pipeline.LTX2LoraLoaderMixin,
     "mochi": lora_pipeline.Mochi1LoraLoaderMixin,

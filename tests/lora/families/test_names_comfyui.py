@@ -39,6 +39,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "meanflow": True, "use_cond_type_embedding": True, "vision_in_dim": 12, "meanflow_sum": True,
         },
     ),
+    "ideogram4": (
+        "ideogram4.model",
+        "Ideogram4Transformer",
+        {
+            "emb_dim": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 40, "adaln_dim": 12, "in_channels": 4,
+            "llm_features_dim": 24, "rope_theta": 5e6, "mrope_section": [2, 1, 1], "norm_eps": 1e-5,
+        },
+    ),
+    "krea2": (
+        "krea2.model",
+        "SingleStreamDiT",
+        {"features": 64, "tdim": 8, "txtdim": 24, "heads": 4, "kvheads": 2, "layers": 1, "txtlayers": 3, "txtheads": 3, "txtkvheads": 3},
+    ),
     "kandinsky5": ("kandinsky5.model", "Kandinsky5", {"model_dim": 64, "num_text_blocks": 1, "num_visual_blocks": 1}),
     "ltx2": (
         "lightricks.av_model",

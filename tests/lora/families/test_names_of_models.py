@@ -125,6 +125,29 @@ def by_rename(convert: Any, start: str, end: str, original: dict[str, Tensor]) -
     return {key.removeprefix(end): value for key, value in converted.items()}
 
 
+def by_lora(convert: Any, end: str, original: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same of a conversion that knows up and down factors of layers in blocks only, or of all."""
+    pairs: dict[str, Tensor] = {}
+    for key, value in original.items():
+        name, _, kind = key.rpartition(".")
+        if kind == "weight":
+            pairs |= {f"{name}.lora_B.weight": value, f"{name}.lora_A.weight": torch.ones(1, 1)}
+    converted = convert({f"diffusion_model.{key}": value for key, value in pairs.items()})
+    return {
+        key.removeprefix(end).replace(".lora_B", ""): value
+        for key, value in converted.items()
+        if ".lora_B" in key
+    }
+
+
+def of_ideogram4(original: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Layers outside of blocks have one name, and diffusers' conversion refuses them."""
+    inside = {key: value for key, value in original.items() if key.startswith("layers.")}
+    outside = {key: value for key, value in original.items() if key not in inside}
+    convert = lora_conversions._convert_non_diffusers_ideogram4_lora_to_diffusers
+    return outside | by_lora(convert, "transformer.", inside)
+
+
 CONVERSIONS = {
     "auraflow": conversions.convert_auraflow_transformer_checkpoint_to_diffusers,
     "chroma": conversions.convert_chroma_transformer_checkpoint_to_diffusers,
@@ -132,6 +155,10 @@ CONVERSIONS = {
     "flux": conversions.convert_flux_transformer_checkpoint_to_diffusers,
     "flux2": conversions.convert_flux2_transformer_checkpoint_to_diffusers,
     "hunyuan_video": conversions.convert_hunyuan_video_transformer_to_diffusers,
+    "ideogram4": of_ideogram4,
+    "krea2": partial(
+        by_lora, lora_conversions._convert_non_diffusers_krea2_lora_to_diffusers, "transformer."
+    ),
     "ltx_video": conversions.convert_ltx_transformer_checkpoint_to_diffusers,
     "ltx2": partial(
         by_rename,
