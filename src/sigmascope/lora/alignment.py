@@ -23,7 +23,15 @@ from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DiffChange, DoraChange, WeightChange, form_delta
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import ModelLayout, Part, Row, UnetBlocks, row_of_diffusers, row_of_original
+from sigmascope.lora.families import (
+    ModelLayout,
+    Part,
+    Row,
+    UnetBlocks,
+    families_with,
+    row_of_diffusers,
+    row_of_original,
+)
 from sigmascope.lora.families.unet import SDXL_BLOCKS
 from sigmascope.lora.file import LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import told_by_lora
@@ -96,6 +104,67 @@ def align(
         {layer: recipe.names for layer, recipe in recipes.items()},
         unmatched,
     )
+
+
+_JOINT_PROJECTIONS: Final = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_kv": ("to_k", "to_v"),
+    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+    "add_qkv_proj": ("add_q_proj", "add_k_proj", "add_v_proj"),
+    "to_added_kv": ("add_k_proj", "add_v_proj"),
+}
+"""What `fuse_qkv_projections` of diffusers' models, and trainers, make of an attention's projections."""
+
+
+def unfused(lora: LoraFile) -> LoraFile:
+    """A LoRA that was trained on a model whose projections diffusers had joined (`fuse_qkv_projections`), in parts.
+
+    No file of a model has such matrices, so that no table of a family does either. A name is left as it is where a
+    family has a layer of that name, or none has the parts.
+
+    Args:
+        lora: As the file has it; nothing is read.
+    """
+    recipes: dict[str, _Recipe] = {}
+    stored: dict[str, str] = {}
+    for name in lora.names:
+        own = _joint_projection(name, lora)
+        if own is None:
+            recipes[name] = _Recipe((name,))
+            continue
+        row, parts = own
+        recipes |= {
+            part: _Recipe((name,), row, (inner,), layers=parts)
+            for part, inner in zip(parts, row.parts, strict=True)
+        }
+        stored |= dict.fromkeys(parts, lora.stored_names.get(name, name))
+    if not stored or stored.keys() & {*lora.names}:
+        return lora
+    return replace(_made_by(lora, recipes), stored_names={**lora.stored_names, **stored})
+
+
+def _joint_projection(name: str, lora: LoraFile) -> tuple[Row, tuple[str, ...]] | None:
+    """How a joint matrix is divided, and the names of its parts."""
+    module = name.removesuffix(_BIAS)
+    end = next((end for end in _JOINT_PROJECTIONS if module.endswith((f".{end}", f"_{end}"))), None)
+    if end is None:
+        return None
+    start, parts = module.removesuffix(end), _JOINT_PROJECTIONS[end]
+    paths = [_path_of(start + part) for part in (*parts, end)]
+    inner = [path for path in paths[:-1] if path is not None]
+    with_parts = families_with(inner) if len(inner) == len(parts) else []
+    if not with_parts or (paths[-1] is not None and {*with_parts} & {*families_with([paths[-1]])}):
+        return None
+    shape = lora.shape_of(name)
+    is_grouped = len(parts) == 3 and len(shape) > 1 and shape[0] != 3 * prod(shape[1:]) and end == "to_qkv"
+    suffix = name.removeprefix(module)
+    row = Row(module, tuple(inner), grouped=is_grouped)
+    return row, tuple(f"{start}{part}{suffix}" for part in parts)
+
+
+def _path_of(name: str) -> str | None:
+    """The dotted path in the denoiser."""
+    return parse_name(name).dotted("denoiser")
 
 
 @dataclass(frozen=True, slots=True)

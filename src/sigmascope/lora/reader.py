@@ -44,6 +44,7 @@ from sigmascope.lora.adapters import (
     scale_of,
     shapes_error,
 )
+from sigmascope.lora.alignment import unfused
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.formats import (
@@ -125,7 +126,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
     entries = [replace(entry, name=peeled.get(entry.name, entry.name)) for entry in entries]
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}
-    return LoraFile(
+    lora = LoraFile(
         modules=LazyDict({entry.name: entry for entry in entries if entry.is_plain}, reader.factors),
         metadata=dict(checkpoint.metadata),
         path=checkpoint.path,
@@ -135,6 +136,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
         facts=facts,
         stored_names={name: stored for stored, name in peeled.items()},
     )
+    return unfused(lora)
 
 
 def _changes(checkpoint: Checkpoint, entry: Entry) -> bool:

@@ -112,26 +112,27 @@ def test_the_host_sees_the_parameters_as_they_are(model: Block, x: Tensor) -> No
 
 
 def test_it_changes_while_attached_and_at_0_is_bare(model: Block, x: Tensor) -> None:
-    first, second, plain = difference(3), difference(4), model(x)
+    first, second, plain, bare = difference(3), difference(4), model(x), copy.deepcopy(model)
     with attach_lora(model, first) as attached:
         attached.scale = 0.0
         assert torch.equal(model(x), plain)
         attached.scale = -2.0
-        torch.testing.assert_close(model(x), changed(model, first, -2.0)(x))
+        torch.testing.assert_close(model(x), changed(bare, first, -2.0)(x))
         attached.swap(second)
-        torch.testing.assert_close(model(x), changed(model, second, -2.0)(x))
+        torch.testing.assert_close(model(x), changed(bare, second, -2.0)(x))
         attached.blocks = {"norm": 0.0}
         without = second.only({"scale", "modulation"})
-        torch.testing.assert_close(model(x), changed(model, without, -2.0)(x))
+        torch.testing.assert_close(model(x), changed(bare, without, -2.0)(x))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_add_up_and_detach_in_any_order(order: tuple[int, int], model: Block, x: Tensor) -> None:
     loras, plain = (difference(3), difference(4, "norm.weight", "modulation")), model(x)
+    bare = copy.deepcopy(model)
     attached = [attach_lora(model, lora) for lora in loras]
-    torch.testing.assert_close(model(x), changed(changed(model, loras[0], 1.0), loras[1], 1.0)(x))
+    torch.testing.assert_close(model(x), changed(changed(bare, loras[0], 1.0), loras[1], 1.0)(x))
     attached[order[0]].detach()
-    torch.testing.assert_close(model(x), changed(model, loras[order[1]], 1.0)(x))
+    torch.testing.assert_close(model(x), changed(bare, loras[order[1]], 1.0)(x))
     attached[order[1]].detach()
     assert torch.equal(model(x), plain)
     assert type(model.norm) is nn.LayerNorm
@@ -187,14 +188,14 @@ def test_what_no_parameter_has_is_refused(model: Block) -> None:
 
 @pytest.mark.slow
 def test_compiled_code_takes_scales_and_files_without_compiling_anew(model: Block, x: Tensor) -> None:
-    first, second, plain = difference(3), difference(4), model(x)
+    first, second, plain, bare = difference(3), difference(4), model(x), copy.deepcopy(model)
     attached, counter = attach_lora(model, first), CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    torch.testing.assert_close(compiled(x), changed(model, first, 1.0)(x))
+    torch.testing.assert_close(compiled(x), changed(bare, first, 1.0)(x))
     attached.scale = 0.5
-    torch.testing.assert_close(compiled(x), changed(model, first, 0.5)(x))
+    torch.testing.assert_close(compiled(x), changed(bare, first, 0.5)(x))
     attached.swap(second)
-    torch.testing.assert_close(compiled(x), changed(model, second, 0.5)(x))
+    torch.testing.assert_close(compiled(x), changed(bare, second, 0.5)(x))
     attached.scale = 0.0
     assert torch.equal(compiled(x), plain)
     assert counter.frame_count == 1

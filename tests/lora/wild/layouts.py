@@ -27,7 +27,7 @@ ENDS: Final = {
     "of processor": ("down.weight", "up.weight"),
     "bare down": ("lora_down", "lora_up"),
 }
-Naming = Literal["original", "diffusers"]
+Naming = Literal["original", "diffusers", "joint"]
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,16 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "ltx2-trainer": Layout("ltx2", "Lightricks' ltx-trainer", "diffusion_model.", "original", told="ltx2"),
     "ltx2-simpletuner": Layout("ltx2", "SimpleTuner's LTX-2", "transformer.", "diffusers", "A", 2.0, told="ltx2"),
     "ltx2-musubi": Layout("ltx2", "musubi-tuner's LTX-2", "lora_unet_", "original", "down", 1.0, told="ltx2"),
+    "krea2-aitoolkit": Layout("krea2", f"{_DIFFUSERS}14074", "base_model.model.", "original"),
+    "krea2-trainer": Layout("krea2", f"{_DIFFUSERS}14074", "diffusion_model.", "original"),
+    "krea2-lycoris": Layout("krea2", f"{_COMFY}16234", "lycoris_", "diffusers", "lokr", FULL, "blocks.*attn"),
+    "krea2-joint": Layout("krea2", "bghira/SimpleTuner#3222", "lycoris_", "joint", "lokr", FULL, "blocks.*attn"),
+    "ideogram4-aitoolkit": Layout("ideogram4", "diffusers' reader of ai-toolkit's files", "diffusion_model.", "original", only="^layers"),
+    "ideogram4-kohya": Layout("ideogram4", "diffusers' reader of kohya's endings", "diffusion_model.", "original", "down", 1.0, "^layers"),
+    "flux-joint": Layout("flux", "bghira/SimpleTuner#1569", "transformer.", "joint", only=_ATTENTION),
+    "sd3-joint": Layout("sd3", f"{_DIFFUSERS}11903", "transformer.", "joint", only=_ATTENTION),
+    "wan-joint": Layout("wan", "bghira/SimpleTuner#2777", "lycoris_", "joint", "lokr", FULL, "blocks.*attn"),
+    "ltx2-joint": Layout("ltx2", "bghira/SimpleTuner#2777", "transformer.", "joint", only="blocks.*attn1", told="ltx2"),
     "kandinsky5-simpletuner": Layout("kandinsky5", "bghira/SimpleTuner#2013", "transformer.", "diffusers", only="transformer_blocks"),
     "kandinsky5-musubi": Layout("kandinsky5", "kohya-ss/musubi-tuner#774", "lora_unet_", "diffusers", "down", 1.0, "transformer_blocks"),
     "kandinsky5-comfy": Layout("kandinsky5", "ComfyUI's LoraSave", "diffusion_model.", "original", "down", 1.0, "transformer_blocks"),
@@ -247,7 +257,7 @@ TITLES: Final = {
     "qwen": "Qwen-Image", "wan": "WAN 2.1, 2.2", "wani2v": "WAN I2V", "zimage": "Z-Image", "lumina2": "Lumina 2",
     "hunyuan": "HunyuanVideo", "chroma": "Chroma", "ltx": "LTX-Video", "hidream": "HiDream", "pixart": "PixArt", "sana": "Sana",
     "cogvideox": "CogVideoX", "mochi": "Mochi", "auraflow": "AuraFlow", "cosmos": "Cosmos Predict 2", "ltx2": "LTX-2",
-    "kandinsky5": "Kandinsky 5",
+    "kandinsky5": "Kandinsky 5", "krea2": "Krea 2", "ideogram4": "Ideogram 4",
 }  # fmt: skip
 
 
@@ -266,9 +276,9 @@ def proven() -> Iterator[tuple[str, list[str], list[str]]]:
     for family, title in TITLES.items():
         own = [layout for layout in LAYOUTS.values() if layout.family == family]
         starts = [
-            " ".join(dict.fromkeys(f"`{one.start or '(nothing)'}`" for one in own if one.naming == naming))
+            " ".join(dict.fromkeys(f"`{one.start or '(nothing)'}`" for one in own if one.naming in naming))
             or "–"
-            for naming in ("diffusers", "original")
+            for naming in (("diffusers", "joint"), ("original",))
         ]
         total = len(own)
         single, back = sum(map(merged_into_single_files, own)), sum(map(goes_back, own))

@@ -486,6 +486,51 @@ FAMILIES: Final[dict[str, Published]] = {
         """,
         pipeline="LTX2Pipeline",
     ),
+    "krea2": Published(
+        lambda: diffusers.Krea2Transformer2DModel(
+            in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=48, timestep_embed_dim=8, text_hidden_dim=24, num_text_layers=3, text_num_attention_heads=3,
+            text_num_key_value_heads=3, text_intermediate_size=40, axes_dims_rope=(4, 2, 2),
+        ),
+        "".join(
+            f"{original}.#.{first} = {name}.#.{second}\n"
+            for original, name in (
+                ("blocks", "transformer_blocks"),
+                ("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks"),
+                ("txtfusion.refiner_blocks", "text_fusion.refiner_blocks"),
+            )
+            for first, second in (
+                ("attn.wq", "attn.to_q"), ("attn.wk", "attn.to_k"), ("attn.wv", "attn.to_v"), ("attn.wo", "attn.to_out.0"),
+                ("attn.gate", "attn.to_gate"), ("mlp.gate", "ff.gate"), ("mlp.up", "ff.up"), ("mlp.down", "ff.down"),
+            )
+        ) + """
+        first = img_in
+        txtfusion.projector = text_fusion.projector
+        txtmlp.1 = txt_in.linear_1
+        tmlp.0 = time_embed.linear_1
+        tproj.1 = time_mod_proj
+        last.linear = final_layer.linear
+        """,
+        pipeline="Krea2Pipeline",
+    ),
+    "ideogram4": Published(
+        lambda: diffusers.Ideogram4Transformer2DModel(
+            in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2, intermediate_size=40, adaln_dim=12,
+            llm_features_dim=24, mrope_section=(2, 1, 1),
+        ),
+        """
+        layers.#.attention.qkv = layers.#.attention.to_q, layers.#.attention.to_k, layers.#.attention.to_v
+        layers.#.attention.o = layers.#.attention.to_out.0
+        layers.#.feed_forward.w1
+        layers.#.feed_forward.w2
+        layers.#.feed_forward.w3
+        layers.#.adaln_modulation
+        input_proj
+        llm_cond_proj
+        adaln_proj
+        """,
+        pipeline="Ideogram4Pipeline",
+    ),
     "kandinsky5": Published(
         lambda: diffusers.Kandinsky5Transformer3DModel(
             in_text_dim=12, in_text_dim2=10, time_dim=8, model_dim=16, ff_dim=40, num_text_blocks=2, num_visual_blocks=2,
@@ -569,6 +614,28 @@ def _unet_rows(family: str) -> Iterator[Row]:
             yield Row(f"{starts[start]}.{rest}" if rest else starts[start], (path,))
 
 
+_JOINT: Final = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+    "to_kv": ("to_k", "to_v"),
+}
+"""What diffusers' `fuse_qkv_projections` joins: all three of self-attention, and two where the other input is the text's."""
+
+
+def _joint(own: tuple[Row, ...]) -> Iterator[Row]:
+    """Diffusers' layers with the projections of each attention joined."""
+    paths = {row.original for row in own}
+    taken: set[str] = set()
+    for path in sorted(paths):
+        for end, parts in _JOINT.items():
+            start, crosses = path.removesuffix(parts[0]), "attn2" in path or "cross" in path
+            whole = tuple(start + part for part in parts)
+            if path.endswith(f".{parts[0]}") and crosses is (end == "to_kv") and paths.issuperset(whole):
+                taken.update(whole)
+                yield Row(start + end, whole)
+    yield from (row for row in own if row.original not in taken)
+
+
 @cache
 def single_file(family: str) -> dict[str, Tensor]:
     """The weights of the tiny model under the names of an original file."""
@@ -584,8 +651,10 @@ def single_file(family: str) -> dict[str, Tensor]:
 
 
 def matching(pattern: str, family: str, naming: str) -> tuple[Row, ...]:
-    """The rows whose names match, in a naming; those of `diffusers` are never fused."""
+    """The rows whose names match, in a naming; those of `diffusers` are never fused, those of `joint` as it fuses them itself."""
     own = rows(family)
-    if naming == "diffusers":
+    if naming != "original":
         own = tuple(Row(part, (part,)) for row in own for part in row.parts)
+    if naming == "joint":
+        own = tuple(_joint(own))
     return tuple(row for row in own if re.search(pattern, row.original))

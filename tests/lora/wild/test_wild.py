@@ -228,6 +228,8 @@ LOADERS = {
     "cosmos": "Cosmos",
     "ltx2": "LTX2",
     "kandinsky5": "Kandinsky",
+    "krea2": "Krea2",
+    "ideogram4": "Ideogram4",
 }
 """The class of diffusers that loads LoRAs of the family, without `LoraLoaderMixin`. PixArt has none."""
 
