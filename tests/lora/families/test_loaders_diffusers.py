@@ -46,13 +46,23 @@ def lora_of(family: str, start: str, *, alpha: bool) -> dict[str, Tensor]:
 
 
 def in_diffusers(family: str, state: dict[str, Tensor]) -> tuple[int, set[float]]:
-    """How many modules its loader takes, and the factors on up·down."""
+    """How many modules its loader takes, and the factors on up·down; none if it refuses the file."""
     loader: Any = LOADERS[family]
     model = copy.deepcopy(small(family)).to_empty(device="cpu")
-    loader.load_lora_into_transformer(loader.lora_state_dict(dict(state)), transformer=model)
+    try:
+        converted = loader.lora_state_dict(dict(state))
+    except ValueError:
+        return 0, set()
+    loader.load_lora_into_transformer(converted, transformer=model)
     tuned = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     taken = [module for module in tuned if module.lora_B["default_0"].weight.abs().sum() > 0]
-    return len(taken), {module.scaling["default_0"] for module in taken}
+    return len(taken), {_factor(module) for module in taken}
+
+
+def _factor(module: Any) -> float:
+    """On up·down of ones; some of it may be in the factors themselves."""
+    up, down = (getattr(module, name)["default_0"].weight for name in ("lora_B", "lora_A"))
+    return float(module.scaling["default_0"] * (up[:1] @ down[:, :1]).detach()) / len(down)
 
 
 @pytest.mark.parametrize("alpha", [False, True], ids=["no alpha", "alpha"])

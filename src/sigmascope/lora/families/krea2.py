@@ -61,7 +61,7 @@ KREA2: Final = Family(
         final_layer.linear = proj_out
     """,
     encoders={"text_encoder": ("qwen3vl_4b",)},
-    lost=(Lost("diffusers", "comfyui", or_refused=True),),
+    lost=(Lost("diffusers", "comfyui", down="lora_down", or_refused=True),),
     reads=(
         *COMFYUI_READS,
         Reads("comfyui", "diffusion_model.", "diffusers"),
