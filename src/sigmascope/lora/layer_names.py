@@ -22,7 +22,7 @@ original layer, and the look-up returns that row of the family's table (`Row`).
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -89,22 +89,42 @@ _T5: Final = re.compile(r"[._]encoder[._]block[._]\d")
 _VAE: Final = re.compile(r"^(?:vae(?:[._]vae_model)?|first_stage_model|lora_vae)[._](encoder|decoder)?")
 
 
-def _any_of(names: Iterable[str]) -> str:
-    """A pattern that matches any of these names, dotted or flat; longest first, because one may be a prefix of another."""
-    return "|".join(re.escape(name).replace(r"\.", "[._]") for name in sorted(names, key=len, reverse=True))
+def any_of(names: Iterable[str], dot: str = r"\.") -> str:
+    """A pattern that matches the longest of some names that is there.
+
+    Names that begin alike share their beginning, so that a search tries few of them at each place.
+
+    Args:
+        names: The names; not none.
+        dot: The pattern of a dot in them.
+    """
+    rests: defaultdict[str, set[str]] = defaultdict(set)
+    for name in names:
+        rests[name[:1]].add(name[1:])
+    may_end = rests.pop("", None) is not None
+    branches = [
+        (dot if first == "." else re.escape(first)) + any_of(rest, dot)
+        for first, rest in sorted(rests.items())
+    ]
+    one = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})" if branches else ""
+    return f"(?:{one})?" if may_end and one else one
 
 
-_NUMBERED: Final = re.compile(rf"(?:^|[._])({_any_of(BLOCK_LISTS)})[._](?:block)?(\d+)")
+def _dotted_or_flat(names: Iterable[str]) -> str:
+    return any_of(names, "[._]")
+
+
+_NUMBERED: Final = re.compile(rf"(?:^|[._])({_dotted_or_flat(BLOCK_LISTS)})[._](?:block)?(\d+)")
 _OF_LAYERS: Final = {
     shown: re.compile(
-        rf"(?:{_any_of(name for name, list_ in LISTS_OF_LAYERS.items() if list_ == shown)})(?=[._]|$)".replace(
+        rf"(?:{_dotted_or_flat(name for name, list_ in LISTS_OF_LAYERS.items() if list_ == shown)})(?=[._]|$)".replace(
             r"\#", r"\d+"
         )
     )
     for shown in set(LISTS_OF_LAYERS.values())
 }
 """The layers of blocks whose list another family has under the same name, by what reports call the list."""
-_UNNUMBERED: Final = re.compile(rf"(?:^|[._])({_any_of(SINGLE_BLOCKS)})(?=[._]|$)")
+_UNNUMBERED: Final = re.compile(rf"(?:^|[._])({_dotted_or_flat(SINGLE_BLOCKS)})(?=[._]|$)")
 _SINGLE_BY_FLAT: Final = {name.replace(".", "_"): shown for name, shown in SINGLE_BLOCKS.items()}
 _LAYER: Final = re.compile(r"(?:layers?|block|resblocks)[._](\d+)")
 

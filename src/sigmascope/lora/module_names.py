@@ -51,6 +51,7 @@ from sigmascope.lora.layer_names import (
     RESNET_OF_SGM,
     TOP,
     TOP_OF_SGM,
+    any_of,
     blocks_of,
     is_unet_layer,
     to_diffusers,
@@ -110,12 +111,8 @@ _DOTTED_STARTS: Final[dict[str, tuple[Part, ...]]] = {
 _ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.transformer\.")
 
 
-def _any_start(starts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(starts, key=len, reverse=True))))
-
-
-_FLAT_START: Final = _any_start(_FLAT_STARTS)
-_DOTTED_START: Final = _any_start(_DOTTED_STARTS)
+_FLAT_START: Final = re.compile(any_of(_FLAT_STARTS))
+_DOTTED_START: Final = re.compile(any_of(_DOTTED_STARTS))
 _FLAT_ANY_START: Final = re.compile(r"\w*?lora_(\w+)")
 _NORM_SCALE: Final = ".scale"
 """A norm's weight in the original files of FLUX and its like."""
