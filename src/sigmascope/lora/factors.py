@@ -216,18 +216,15 @@ class LoraFactors:
         return left, (left_core @ right_core.mT).mul(self.scale), right
 
 
-def singular_values_together(
-    grams: "Sequence[tuple[Float[Tensor, 'r r'], Float[Tensor, 'r r']]]",
-) -> "list[Float[Tensor, ' r'] | None]":
+def singular_values_together(stacked: "Float[Tensor, 'n 2 r r']") -> "list[Float[Tensor, ' r'] | None]":
     """What `LoraFactors.singular_values` gives for several pairs of factors of one rank at a scale of 1, in few operations.
 
     Args:
-        grams: As `LoraFactors.grams` gives them, of factors no wider than the weight.
+        stacked: Pairs as `LoraFactors.grams` gives them, of factors no wider than the weight.
 
     Returns:
         The values of each; None where squaring would cost more than four digits, so that each must be asked by itself.
     """
-    stacked = torch.stack([torch.stack(pair) for pair in grams])
     lengths = stacked.diagonal(dim1=-2, dim2=-1).sqrt()
     units = lengths.clamp(min=torch.finfo(lengths.dtype).tiny)
     lower, failed = torch.linalg.cholesky_ex(stacked / (units.unsqueeze(-1) * units.unsqueeze(-2)))

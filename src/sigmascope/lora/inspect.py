@@ -187,7 +187,9 @@ def inspect_lora(
         LoraFormatError: Its keys follow no known format, or its factors do not fit together.
     """
     with open_checkpoint(path) as checkpoint:
-        lora = any_kind_in(checkpoint)
+        lora = any_kind_in(
+            checkpoint, check_finite=False
+        )  # `measured_modules` looks at each number's range too
         strengths: dict[str, ModuleStrength] = {}
         several = _several(lora)
 

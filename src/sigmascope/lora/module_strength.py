@@ -6,7 +6,7 @@ Plain factors are measured from r×r matrices; other kinds of change are formed.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import prod, sqrt
+from math import isfinite, prod, sqrt
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -151,7 +151,7 @@ def measured_modules(
     """Read and measure modules one by one, and find the spectra of small ranks together.
 
     Args:
-        lora: The open file.
+        lora: The open file; that it refuses NaN and Inf when a module is read is not needed.
         names: Of the modules.
         full_spectrum: Also the singular values of a rank above 512.
     """
@@ -161,16 +161,40 @@ def measured_modules(
     for name, grams in waiting.items():
         by_rank.setdefault(len(grams[0]), []).append(name)
     for of_one_rank in by_rank.values():
-        spectra = singular_values_together([waiting[name] for name in of_one_rank])
-        for name, values in zip(of_one_rank, spectra, strict=True):
+        stacked = torch.stack([torch.stack(waiting[name]) for name in of_one_rank])
+        lengths = stacked.diagonal(dim1=-2, dim2=-1)
+        rows = zip(
+            of_one_rank, singular_values_together(stacked), _dead(lengths), _norms(lengths), strict=True
+        )
+        for name, values, dead, norms in rows:
             if values is None:
                 measured[name] = measured_module(lora, name, full_spectrum=full_spectrum)
             else:
-                scaled = (values * abs(measured[name].scale or 0.0)).tolist()
+                module = measured[name]
+                scaled = (values * abs(module.scale or 0.0)).tolist()
                 measured[name] = replace(
-                    measured[name], norm=root_sum_square(scaled), singular_values=tuple(scaled)
+                    module,
+                    norm=root_sum_square(scaled),
+                    singular_values=tuple(scaled),
+                    dead_columns=dead,
+                    tensors=_with_norms(module.tensors, norms),
                 )
     return [measured[name] for name in names]
+
+
+def _dead(lengths: Float[Tensor, "*n 2 r"]) -> Any:
+    """How many columns of up change nothing, by the squared lengths of its columns and of the rows of down."""
+    return (lengths == 0.0).any(dim=-2).sum(dim=-1).tolist()
+
+
+def _norms(lengths: Float[Tensor, "*n 2 r"]) -> Any:
+    return lengths.sum(dim=-1).sqrt().tolist()
+
+
+def _with_norms(tensors: Sequence[TensorFacts], norms: Sequence[float]) -> tuple[TensorFacts, ...]:
+    return tuple(
+        TensorFacts(one.part, one.largest, norm, one.hole) for one, norm in zip(tensors, norms, strict=True)
+    )
 
 
 def measured_module(lora: LoraFile, name: str, *, full_spectrum: bool = False) -> ModuleStrength:
@@ -206,20 +230,26 @@ def _with_spectrum(
     module: ModuleStrength, factors: LoraFactors, full: bool, waiting: dict[str, _Grams] | None
 ) -> ModuleStrength:
     """Measure plain factors from r×r matrices. Above rank 512 the spectrum is slow, and left out unless `full`."""
+    module = replace(
+        module,
+        alpha=factors.alpha,
+        scale=factors.scale,
+        dtype=str(factors.up.dtype).removeprefix("torch."),
+        tensors=tuple(_tensor_facts(part, tensor) for part, tensor in stored_tensors(factors).items()),
+    )
     full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _MAX_SPECTRUM_RANK
     is_wide = factors.rank > max_rank(factors.weight_shape)  # the change is smaller than its Gram matrices
     grams = None if is_wide else factors.grams()
-    lengths = (
+    if full and waiting is not None and grams is not None and factors.rank <= _LARGEST_STACKED:
+        waiting[module.name] = grams
+        return module
+    lengths = torch.stack(
         [as_float64(part).square().sum(dim=0) for part in (factors.up, factors.down.mT)]
         if grams is None
         else [gram.diagonal() for gram in grams]
     )
-    waits = full and waiting is not None and grams is not None and factors.rank <= _LARGEST_STACKED
-    values = factors.singular_values(grams).tolist() if full and not waits else []
-    norm: float | None = None
-    if waits and waiting is not None and grams is not None:
-        waiting[module.name] = grams
-    elif full:
+    values = factors.singular_values(grams).tolist() if full else []
+    if full:
         norm = root_sum_square(values)
     elif grams is None:
         norm = float(torch.linalg.vector_norm(factors.delta(torch.float64)))
@@ -227,16 +257,10 @@ def _with_spectrum(
         norm = abs(factors.scale) * sqrt(max(float((grams[0] * grams[1]).sum()), 0.0))
     return replace(
         module,
-        alpha=factors.alpha,
-        scale=factors.scale,
-        dtype=str(factors.up.dtype).removeprefix("torch."),
         norm=norm,
         singular_values=tuple(values),
-        dead_columns=int(((lengths[0] == 0.0) | (lengths[1] == 0.0)).sum()),
-        tensors=tuple(
-            _tensor_facts(part, tensor, sqrt(float(squares.sum())))
-            for (part, tensor), squares in zip(stored_tensors(factors).items(), lengths, strict=True)
-        ),
+        dead_columns=_dead(lengths),
+        tensors=_with_norms(module.tensors, _norms(lengths)),
     )
 
 
@@ -250,16 +274,27 @@ def stored_tensors(change: LoraFactors | WeightChange) -> Mapping[str, Tensor]:
 
 
 def _facts_of(tensors: Mapping[str, Tensor]) -> tuple[TensorFacts, ...]:
-    return tuple(_tensor_facts(part, tensor, frobenius_norm(tensor)) for part, tensor in tensors.items())
+    return _with_norms(
+        [_tensor_facts(part, tensor) for part, tensor in tensors.items()],
+        list(map(frobenius_norm, tensors.values())),
+    )
 
 
-def _tensor_facts(part: str, tensor: Tensor, norm: float) -> TensorFacts:
+def _tensor_facts(part: str, tensor: Tensor) -> TensorFacts:
+    """The facts without the norm.
+
+    Raises:
+        NonFiniteError: It holds NaN or Inf.
+    """
     if tensor.numel() == 0:
-        return TensorFacts(part, 0.0, norm)
-    low, high = tensor.aminmax()
+        return TensorFacts(part, 0.0, 0.0)
+    low, high = (float(end) for end in tensor.aminmax())
+    if not (isfinite(low) and isfinite(high)):
+        raise NonFiniteError(f"{part} holds NaN or Inf.")
     zeros = tensor.numel() - _count_nonzero(tensor)
-    hole = _hole(tensor) if _is_long(zeros, tensor) and norm > 0.0 else None
-    return TensorFacts(part, max(-float(low), float(high)), norm, hole)
+    largest = max(-low, high)
+    hole = _hole(tensor) if _is_long(zeros, tensor) and largest > 0.0 else None
+    return TensorFacts(part, largest, 0.0, hole)
 
 
 def _count_nonzero(tensor: Tensor) -> int:

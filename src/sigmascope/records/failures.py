@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from sigmascope.files import short_path
@@ -186,37 +187,48 @@ def _compiled(pattern: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
     return re.compile(text, re.DOTALL), kinds
 
 
-_COMPILED: Final = [(*_compiled(pattern), words) for pattern, words in _FAILURES]
+@cache
+def _known() -> list[tuple[re.Pattern[str], tuple[str, ...], str]]:
+    """`_FAILURES` as patterns, which are made when something has failed."""
+    return [(*_compiled(pattern), words) for pattern, words in _FAILURES]
+
+
 _LONGEST_MESSAGE: Final = 20_000
 
 
 _OWN_VALUE: Final = r"(?:-?[\w.:×]+|a scalar|another dtype)"
 _OWN_SIZE: Final = r"[0-9.e+]+ (?:bytes|KB|MB|GB)"
-_OWN: Final = re.compile(
-    "|".join(
-        [
-            rf"out of memory(?:, {_OWN_SIZE} asked for)?(?:, {_OWN_SIZE} free)?",
-            "NaN or Inf",
-            *(re.escape(os.strerror(number)) for number in errno.errorcode),
-            *(re.sub(r"\\{[0-9]\\}", lambda _: _OWN_VALUE, re.escape(words)) for _, words in _FAILURES),
-        ]
+
+
+@cache
+def _own() -> re.Pattern[str]:
+    """What this module says, and what `probes.reading.known_cause` says besides."""
+    return re.compile(
+        "|".join(
+            [
+                rf"out of memory(?:, {_OWN_SIZE} asked for)?(?:, {_OWN_SIZE} free)?",
+                "NaN or Inf",
+                *(re.escape(os.strerror(number)) for number in errno.errorcode),
+                *(re.sub(r"\\{[0-9]\\}", lambda _: _OWN_VALUE, re.escape(words)) for _, words in _FAILURES),
+            ]
+        )
     )
-)
-"""What this module says, and what `probes.reading.known_cause` says besides."""
+
+
 _ERRNO: Final = re.compile(r"\[Errno ([0-9]{1,4})\]")
 
 
 def cause_in_words(message: str) -> str | None:
     """What a message says, in words of our own; None if the message is unknown. Our own words stay as they are."""
     text = message[:_LONGEST_MESSAGE].removeprefix(": ").strip()
-    if _OWN.fullmatch(text):
+    if _own().fullmatch(text):
         return text
     number = _ERRNO.match(text)
     if number is not None and int(number[1]) in errno.errorcode:
         return os.strerror(int(number[1]))
     if OUT_OF_MEMORY.search(text):
         return memory_in_words(text)
-    for pattern, kinds, words in _COMPILED:
+    for pattern, kinds, words in _known():
         match = pattern.search(text)
         if match is not None:
             kinds_of_all = kinds or ("sides",) * len(match.groups())
