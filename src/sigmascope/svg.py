@@ -22,7 +22,7 @@ FAINT: Final = "#616161"
 PICTURES: Final = (".svg", ".png")
 """Endings of the files that `drawn` makes."""
 _SHARPNESS: Final = 2  # pixels of a PNG for one of the SVG
-_NOT_IN_XML: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NOT_IN_XML: Final = "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def cross(x: Number, y: Number, radius: Number, colour: str, tip: str = "") -> s
 
 def plain(text: str) -> str:
     """Text that XML may hold: markup escaped, control characters and lone surrogates replaced."""
-    return escape(_NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text))
+    return escape(re.sub(_NOT_IN_XML, "\N{REPLACEMENT CHARACTER}", text))
 
 
 def _tip(text: str) -> str:

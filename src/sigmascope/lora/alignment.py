@@ -37,7 +37,7 @@ from sigmascope.lora.file import LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import told_by_lora
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.kinds.fused import JoinedParts, PartOfFused, SwappedHalves, Weights, rows_of
-from sigmascope.lora.layer_names import renamed
+from sigmascope.lora.layer_names import renamed, to_diffusers, to_sgm
 from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.module_names import LayerIndex, ParsedNames, flat, parse_name, parse_names, redotted
 
@@ -152,8 +152,12 @@ def _joint_projection(name: str, lora: LoraFile) -> tuple[Row, tuple[str, ...]] 
     start, parts = module.removesuffix(end), _JOINT_PROJECTIONS[end]
     paths = [_path_of(start + part) for part in (*parts, end)]
     inner = [path for path in paths[:-1] if path is not None]
-    with_parts = families_with(inner) if len(inner) == len(parts) else []
-    if not with_parts or (paths[-1] is not None and {*with_parts} & {*families_with([paths[-1]])}):
+    if len(inner) < len(parts):
+        return None
+    with_parts = families_with(inner)
+    if not with_parts and not all(to_sgm(path) or to_diffusers(path) for path in inner):
+        return None
+    if paths[-1] is not None and {*with_parts} & {*families_with([paths[-1]])}:
         return None
     shape = lora.shape_of(name)
     is_grouped = len(parts) == 3 and len(shape) > 1 and shape[0] != 3 * prod(shape[1:]) and end == "to_qkv"

@@ -120,6 +120,8 @@ _MOST_PEELED: Final = 4
 """Words that wrappers put before a layer's path."""
 _USUAL_FLAT_START: Final = "lora_unet_"
 _NUMBERED: Final = re.compile(r"\.(?:block)?\d+\.")
+_LISTS: Final = (".to_out", "_to_out")
+_UNET_OUT: Final = re.compile(r"\.transformer_blocks\.\d+\.attn\d\.to_out\.0$")
 _COMPONENTS: Final = ("transformer.", "transformer_2.", "unet.", "text_encoder")  # of diffusers' pipelines
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
@@ -277,6 +279,34 @@ def without_private(name: str) -> str:
     words = rest.split("_")
     candidates = (f"{head}_{'_'.join(words[number:])}" for number in range(1, len(words)))
     return next((one for one in candidates if _is_known_flat(one[start.end() :])), name)
+
+
+def with_numbers(names: Iterable[str]) -> dict[str, str]:
+    """Put the number of a list's only layer behind names that lack it: attention's `to_out` is a list in diffusers.
+
+    Returns:
+        The names that become others, each with the other. A family's own layer of that name stays as it is.
+    """
+    own = dict.fromkeys(names)
+    found: dict[str, str] = {}
+    for name in own:
+        module, end = name.removesuffix(BIAS), BIAS if name.endswith(BIAS) else ""
+        if not module.endswith(_LISTS):
+            continue
+        longer = f"{module}{'_' if parse_name(module).is_flat else '.'}0"
+        if f"{longer}{end}" not in own and not _is_layer(module) and _is_layer(longer):
+            found[name] = f"{longer}{end}"
+    return found
+
+
+def _is_layer(name: str) -> bool:
+    """Whether a name is that of a denoiser's layer in a known family; of a U-Net's attention, its path tells."""
+    path = parse_name(name).dotted("denoiser")
+    if path is None:
+        return False
+    return bool(families_with([path])) or bool(
+        _UNET_OUT.search(path) and (to_sgm(path) or to_diffusers(path))
+    )
 
 
 def _wrappers(names: Iterable[str], between: str, is_layer: Callable[[str], bool]) -> dict[str, str]:

@@ -61,7 +61,7 @@ from sigmascope.lora.formats import (
 )
 from sigmascope.lora.kinds import BASE_CHANGES, BaseChange
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_finite, is_real, max_rank
-from sigmascope.lora.module_names import unwrapped
+from sigmascope.lora.module_names import unwrapped, with_numbers
 
 _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
     "tucker": TuckerChange,
@@ -123,6 +123,12 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
     reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
     entries = [entry for entry in entries_of(checkpoint.path, groups) if _changes(checkpoint, entry)]
     peeled = unwrapped(entry.name for entry in entries)
+    listed = with_numbers(peeled.get(entry.name, entry.name) for entry in entries)
+    peeled |= {
+        entry.name: listed[name]
+        for entry in entries
+        if (name := peeled.get(entry.name, entry.name)) in listed
+    }
     entries = [replace(entry, name=peeled.get(entry.name, entry.name)) for entry in entries]
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}
