@@ -240,6 +240,20 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "krea2-joint": Layout("krea2", "bghira/SimpleTuner#3222", "lycoris_", "joint", "lokr", FULL, "blocks.*attn"),
     "ideogram4-aitoolkit": Layout("ideogram4", "diffusers' reader of ai-toolkit's files", "diffusion_model.", "original", only="^layers"),
     "ideogram4-kohya": Layout("ideogram4", "diffusers' reader of kohya's endings", "diffusion_model.", "original", "down", 1.0, "^layers"),
+    "krea2-without-number": Layout(
+        "krea2", f"{_COMFY}16234: ComfyUI's table of Krea 2 has both", "transformer.", "diffusers", renames=((r"to_out\.0$", "to_out"),)
+    ),
+    "sdxl-joint": Layout("sdxl", f"{_DIFFUSERS}11903", "unet.", "joint", "A", None, "down_blocks.1.*attn"),
+    "zimage-invoke": Layout("zimage", "invoke-ai/InvokeAI#9007", "lora_unet__", "diffusers", "down", 1.0, "^layers"),
+    "zimage-lycoris": Layout("zimage", "AbstractEyes/comfyui-lycoris#6", "lycoris_", "diffusers", "lokr", FULL, "layers|refiner"),
+    "chroma-guidance": Layout("chroma", "Nerogar/OneTrainer#1079", "transformer.", "diffusers", "down", 1.0, "distilled_guidance|blocks.0"),
+    "pixart-old-peft": Layout(
+        "pixart", "PixArt's reference script, as ComfyUI reads it", "unet.base_model.model.", "diffusers", "A", None, "transformer_blocks",
+        told="pixart",
+    ),
+    "hunyuan-pipe": Layout("hunyuan", "tdrussell/diffusion-pipe, as ComfyUI reads it", "transformer.", "original", "A", None, _STREAMS, _HUNYUAN),
+    "mochi-genmo": Layout("mochi", "Genmo's own trainer, as ComfyUI reads it", "", "original", "A", None, "blocks.*attn.(?:qkv|proj)"),
+    "cosmos-net": Layout("cosmos", "NVIDIA's own checkpoints' wrapper", "net.", "original"),
     "flux-joint": Layout("flux", "bghira/SimpleTuner#1569", "transformer.", "joint", only=_ATTENTION),
     "sd3-joint": Layout("sd3", f"{_DIFFUSERS}11903", "transformer.", "joint", only=_ATTENTION),
     "wan-joint": Layout("wan", "bghira/SimpleTuner#2777", "lycoris_", "joint", "lokr", FULL, "blocks.*attn"),
