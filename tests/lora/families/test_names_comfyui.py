@@ -83,13 +83,13 @@ OF_OTHERS = {
 }
 
 
-def made(comfy: Checkout, family: str) -> Any:
+def made(comfy: Checkout, family: str, device: str = "meta") -> Any:
     module, name, config = MODELS[family]
     since = FAMILIES[family].in_comfyui_since
     if since is not None and f'"{since}' not in (comfy.folder / "comfyui_version.py").read_text():
         pytest.skip(f"this ComfyUI has no {FAMILIES[family].title}")
     model: Callable[..., Any] = getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
-    return model(**config, device="meta", dtype=torch.float32, operations=comfy.ops.disable_weight_init)
+    return model(**config, device=device, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
 
 
 @pytest.mark.parametrize("family", MODELS)
