@@ -50,13 +50,19 @@ def mebibytes_change(amount: int | float) -> str:
 
 
 def seconds(value: int | float | None) -> str:
-    """A duration with three digits and the unit that suits it: µs, ms or s; a dash for None, NaN and Inf."""
-    if value is None or not math.isfinite(value):
+    """A duration with three digits and the unit that suits it: µs, ms or s; a dash for what is none: None, NaN, less than 0."""
+    if value is None or not math.isfinite(value) or value < 0:
         return UNKNOWN
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
         if value > 0 and value * factor < 999.5:
             return f"{_three_digits(value * factor)} {unit}"
     return f"{value:.2f} s" if value < 99.95 else f"{value:,.0f} s"
+
+
+def took(value: int | float | None) -> str:
+    """What something took, such as "took 2.45 s"; in words, too, where that is not known."""
+    shown = seconds(value)
+    return "its time is not recorded" if shown == UNKNOWN else f"took {shown}"
 
 
 def _three_digits(value: float) -> str:
@@ -76,8 +82,8 @@ def statistic(value: int | float | None) -> str:
 
 
 def percent(part: int | float, whole: int | float) -> str:
-    """A share of a whole in per cent, without decimals; a dash if the whole is nothing, or one of both is NaN or Inf."""
-    is_share = whole > 0 and math.isfinite(part) and math.isfinite(whole)
+    """A share of a whole in per cent, without decimals; a dash if the whole is nothing, or one of both cannot be a share."""
+    is_share = whole > 0 and part >= 0 and math.isfinite(part) and math.isfinite(whole)
     return f"{100 * part / whole:.0f} %" if is_share else UNKNOWN
 
 

@@ -1,6 +1,17 @@
 import pytest
 
-from sigmascope.units import MIB, counted, mebibytes, mib, mib_change, number, percent, seconds, statistic
+from sigmascope.units import (
+    MIB,
+    counted,
+    mebibytes,
+    mib,
+    mib_change,
+    number,
+    percent,
+    seconds,
+    statistic,
+    took,
+)
 
 
 def test_units_keep_what_is_unknown_apart_from_zero() -> None:
@@ -12,6 +23,8 @@ def test_units_keep_what_is_unknown_apart_from_zero() -> None:
         "12.3 ms",
         "2.45 s",
     )
+    assert (seconds(-5.0), seconds(float("nan"))) == ("-", "-")
+    assert (took(2.449), took(-5.0), took(None)) == ("took 2.45 s", *["its time is not recorded"] * 2)
     assert (seconds(0.0), seconds(0.9996), seconds(250.4)) == ("0.00 s", "1.00 s", "250 s")
 
 
@@ -33,7 +46,7 @@ def test_counts_are_shown_in_full_and_statistics_short() -> None:
 
 
 def test_a_share_of_nothing_is_a_dash() -> None:
-    assert (percent(1.0, 4.0), percent(1.0, 0.0)) == ("25 %", "-")
+    assert (percent(1.0, 4.0), percent(1.0, 0.0), percent(-1.0, 4.0)) == ("25 %", "-", "-")
 
 
 def test_a_count_agrees_with_its_noun_and_verb() -> None:

@@ -49,7 +49,7 @@ from sigmascope.records.run import (
     impossible_times,
     names_in,
 )
-from sigmascope.units import UNKNOWN, counted, mib, mib_change, percent, seconds, statistic
+from sigmascope.units import UNKNOWN, counted, mib, mib_change, percent, seconds, statistic, took
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -194,7 +194,7 @@ def render_run(run: Run) -> RenderableType:
 
 def _header(run: Run) -> Iterator[RenderableType]:
     state = "" if run.complete else " (not complete)"
-    yield Text(f"Started {run.started_at}, took {seconds(run.seconds)}{state}")
+    yield Text(f"Started {run.started_at}, {took(run.seconds)}{state}")
     host = run.host
     if host is None:
         return

@@ -51,7 +51,7 @@ from sigmascope.records.run import (
 )
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
 from sigmascope.reports.surfaces import Surface
-from sigmascope.units import counted, format_size, percent, printable, seconds, statistic
+from sigmascope.units import counted, format_size, percent, printable, seconds, statistic, took
 
 _MOST_BARS: Final = 400
 """Stages, and steps of each stage, that have a bar of their own."""
@@ -179,7 +179,7 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         "id": f"run{number}",
         "name": run.name or "unnamed",
         "started_at": run.started_at,
-        "took": seconds(run.seconds),
+        "took": took(run.seconds),
         "complete": run.complete,
         "headline": headline(run),
         "time": list(_time_rows(run)),

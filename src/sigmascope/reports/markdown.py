@@ -26,7 +26,7 @@ from sigmascope.records.recorded import Recorded
 from sigmascope.records.run import Run, path_in_words
 from sigmascope.reports.html import private_runs, template
 from sigmascope.reports.surfaces import Surface
-from sigmascope.units import format_size, percent, seconds
+from sigmascope.units import format_size, percent, seconds, took
 
 _MOST_ROWS: Final = 10
 _MOST_PLACES: Final = 5
@@ -66,7 +66,7 @@ def to_markdown(runs: Recorded | Iterable[Recorded], *, prompts: PromptPrivacy =
         headline=_text(headline(last) if changed is None else changed.headline, _LONGEST_HEADLINE),
         raised_at=_text(" → ".join(failure_places(last)), _LONGEST_CHAIN),
         name=_text(last.name or "unnamed"),
-        took=seconds(last.seconds),
+        took=took(last.seconds),
         rows=[
             (label, seconds(taken), percent(taken, last.seconds))
             for label, taken in _time_rows(rows[:_MOST_ROWS], last)
