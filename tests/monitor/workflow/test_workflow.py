@@ -16,10 +16,12 @@ from rich.console import Console
 from torch import nn
 
 import sigmascope
+from sigmascope.analysis.processor_waits import WAITED
 from sigmascope.monitor import current_recorder
 from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor, stage_name
 from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
 from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.run import Finding
 from sigmascope.records.serialization import run_to_json
 from sigmascope.stages.text_encoding import TextEncodingThresholds
 
@@ -311,23 +313,28 @@ def test_a_leak_of_tensors_is_found_among_calls_of_all_sizes(monitor: WorkflowMo
     assert leak.evidence["mb_per_call"] == pytest.approx(1, rel=0.2)
 
 
+def of_the_program(monitor: WorkflowMonitor) -> list[Finding]:
+    """All findings but that other programs left no processor to this one, which is true on a busy machine."""
+    return [finding for finding in monitor.run().findings if finding.id != WAITED]
+
+
 def test_calls_of_all_sizes_are_no_leak(monitor: WorkflowMonitor) -> None:
     for call in range(20):
         monitor.start_monitoring("text_encoding")
         torch.randn(1 + 977 * call % 4096, 256).softmax(1)
         monitor.end_monitoring("text_encoding")
-    assert monitor.run().findings == ()
+    assert of_the_program(monitor) == []
 
 
 def test_without_a_leak_none_is_reported(monitor: WorkflowMonitor, clip: Encoder) -> None:
     repeat(monitor, clip, leak=False)
-    assert monitor.run().findings == ()
+    assert of_the_program(monitor) == []
 
 
 def test_analyses_of_20_encodings_are_no_leak(monitor: WorkflowMonitor, clip: Encoder) -> None:
     for _ in range(20):
         watch(monitor, clip)
-    assert monitor.run().findings == ()
+    assert of_the_program(monitor) == []
 
 
 def test_a_model_that_was_replaced_is_found(monitor: WorkflowMonitor, clip: Encoder) -> None:
