@@ -314,24 +314,9 @@ def _inherited(kind: Any, name: str) -> object:
 def _with_listeners(
     original: Callable[..., Any], hook: MethodHook, *, is_static: bool = False
 ) -> Callable[..., Any]:
-    """The function, with its name, documentation and signature, and the hook's listeners around it."""
-    skipped = 0 if is_static else 1
+    """A class's function, with its name, documentation and signature, and the hook's listeners around it."""
     bind = hook.bind_inherited if hook.is_inherited and not is_static else None
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return original(*args, **kwargs)
-        target = None if is_static or not args else args[0]
-        seen = args[skipped:]
-        try:
-            if bind is None or not args:
-                return call_with_listeners(original, hook.listeners, target, args, kwargs, seen)
-            return call_with_listeners(bind(original, target), hook.listeners, target, seen, kwargs, seen)
-        except BaseException as error:
-            without_this_frame(error)
-            raise
-
+    call = functools.update_wrapper(_told(original, hook, bind, takes_target=not is_static), original)
     call.__dict__["__signature__"] = inspect.signature(original)
     return call
 
@@ -341,16 +326,13 @@ class _Attribute:
 
     def __init__(self, original: Callable[..., Any], hook: MethodHook, owner: Callable[[], object]) -> None:
         self._original = original
-        self._hook = hook
-        self._owner = owner
+        self._told = _told(original, hook, owner=owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return self._original(*args, **kwargs)
         try:
-            return call_with_listeners(
-                self._original, self._hook.listeners, self._owner(), args, kwargs, args
-            )
+            return self._told(*args, **kwargs)
         except BaseException as error:
             without_this_frame(error)
             raise
@@ -372,40 +354,64 @@ def _itself(thing: Any) -> Any:
     return thing
 
 
-def call_with_listeners(
+def _told(
     original: Callable[..., Any],
-    listeners: tuple[Listener, ...],
-    target: object,
-    args: Arguments,
-    kwargs: Keywords,
-    seen: Arguments,
-) -> Any:
-    """What the original gives, with all listeners told of the target and of those arguments that are `seen`."""
-    afters: list[tuple[After, Listener]] = []  # of each what it wants to be called after the call
-    for listener in listeners:
+    hook: MethodHook,
+    bind: Callable[[Callable[..., Any], object], Callable[..., Any]] | None = None,
+    *,
+    owner: Callable[[], object] | None = None,
+    takes_target: bool = False,
+) -> Callable[..., Any]:
+    """What gives what the original gives, and tells the hook's listeners: the hot path, in one frame.
+
+    Args:
+        original: What is called.
+        hook: Its listeners are told of the target, and of the arguments that the caller sees.
+        bind: Gives what to call on a target instead.
+        owner: Gives the target.
+        takes_target: Whether the target is the first argument.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        act, given, seen = original, args, args
+        target = None if owner is None else owner()
+        if takes_target and args:
+            target, seen = args[0], args[1:]
+            if bind is not None:
+                act, given = bind(original, target), seen
+        afters: list[tuple[After, Listener]] = []  # of each what it wants to be called after the call
+        for listener in hook.listeners:
+            try:
+                after = listener.before(target, seen, kwargs)
+            except Exception as failure:  # noqa: BLE001 - what a listener raises must not reach the host
+                listener.failed(failure)
+            else:
+                if after is not None:
+                    afters.append((after, listener))
         try:
-            after = listener.before(target, seen, kwargs)
-        except Exception as failure:  # noqa: BLE001 - what a listener raises must not reach the host
-            listener.failed(failure)
-        else:
-            if after is not None:
-                afters.append((after, listener))
-    try:
-        result = original(*args, **kwargs)
-    except BaseException as error:
-        without_this_frame(error)
-        _call_after(afters, None, error)
-        raise
-    if afters:
-        _call_after(afters, result, None)
-    return result
+            result = act(*given, **kwargs)
+        except BaseException as error:
+            without_this_frame(error)
+            _call_after(afters, error)
+            raise
+        while afters:  # the last first
+            after, listener = afters.pop()
+            try:
+                after(result, None)
+            except Exception as failure:  # noqa: BLE001 - as above
+                listener.failed(failure)
+        return result
+
+    return call
 
 
-def _call_after(afters: list[tuple[After, Listener]], result: object, error: BaseException | None) -> None:
-    """Tell listeners of a call's end, the last first."""
+def _call_after(afters: list[tuple[After, Listener]], error: BaseException) -> None:
+    """Tell listeners of what a call raised, the last first."""
     for after, listener in reversed(afters):
         try:
-            after(result, error)
+            after(None, error)
         except Exception as failure:  # noqa: BLE001 - as above
             listener.failed(failure)
 

@@ -155,8 +155,10 @@ class Scope:
         cpu_ns = process_time_ns() - self._step_cpu_ns
         self.in_step = False
         instruments, timings = self.instruments, self.columns.timings
-        end = None if start is None else instruments.mark(start.device)
-        device = instruments.device_in_use() if start is None else start.device
+        if start is not None:
+            end, device = instruments.mark(start.device), start.device
+        else:
+            end, device = None, None if timings is None else instruments.device_in_use()
         rss = instruments.rss() if instruments.step_memory else UNKNOWN
         with peaks.LOCK:
             allocated = instruments.tracker.step(rss, ended_ns, device)
@@ -498,7 +500,13 @@ class Instruments:
 
     def rss(self) -> int:
         """Resident bytes of this process, or UNKNOWN."""
-        rss = self.guard.call("process_rss", process_rss_bytes)
+        if "process_rss" in self.guard.reasons:
+            return UNKNOWN
+        try:  # as `Guard.call` does, in half its time
+            rss = process_rss_bytes()
+        except Exception as failure:  # noqa: BLE001 - whatever an instrument raises must not reach the host
+            self.guard.switch_off("process_rss", failure)
+            return UNKNOWN
         return UNKNOWN if rss is None else rss
 
     def mark(self, device: str | None = None) -> "Mark | None":

@@ -252,7 +252,7 @@ class OwnGeneration:
             and self.is_repeated
             and not self.is_heard
             and denoising is self.denoisings[-1]
-            and not self.starts_again(number)
+            and (number is None or number != self.first or number == self.last)  # no other loop's beginning
             and (stack.planned_steps is None or denoising.stepped < stack.planned_steps)
         )
 
@@ -376,8 +376,35 @@ class OwnLoopObserver(Observer):
 
     def _before(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:
         """Take a call of what may be a denoiser: the hot path."""
+        stack = current_stack(self.session)
+        own: OwnGeneration | None = None if stack is None else stack.loop
+        if (
+            stack is None
+            or own is None
+            or own.told is None
+            or own.reads is None
+            or own.denoiser is None
+            or own.denoiser() is not module
+            or own.calling is not None
+            or own.frame is not CURRENT.get()
+        ):
+            return self._before_first(module, args, kwargs)
+        latents, timestep = own.reads.read(args, kwargs)
+        number = number_of(timestep)
+        if not (
+            own.goes_on(stack, number)
+            and self._is_denoising(module, own.reads, latents, timestep, number)
+            and isinstance(module, nn.Module)
+        ):
+            return self._before_first(module, args, kwargs)
+        own.last, own.calling = number, module
+        own.denoisings[-1].called(own.name, (latents, timestep if number is None else number), {})
+        return own.told
+
+    def _before_first(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:
+        """Take a call of which not all is known from the one before it."""
         session = self.session
-        if not (session.is_everywhere or self._is_meant(module)):
+        if not self._is_meant(module):
             return None
         stack = session.stack_here()
         if stack is None or not isinstance(module, nn.Module):
@@ -391,13 +418,9 @@ class OwnLoopObserver(Observer):
             if known is None:
                 return None
             form = known
-        if torch.is_grad_enabled() and (module.training or self._trained.get(module)):
-            return None
         latents, timestep = form.read(args, kwargs)
-        if not form.is_known and (self._refused.get(module) or not _is_timestep_of(latents, timestep)):
-            return None
         number = number_of(timestep)
-        if (number is None or not isinstance(timestep, Tensor)) and is_tracing():  # type: ignore[no-untyped-call]
+        if not self._is_denoising(module, form, latents, timestep, number):
             return None
         frame = CURRENT.get()
         if own is None or own.frame is not frame or frame is None:
@@ -405,10 +428,6 @@ class OwnLoopObserver(Observer):
                 return None
             if own is not None:
                 own.frame = frame
-        if own is not None and is_same and own.goes_on(stack, number):
-            own.last, own.calling = number, module
-            own.denoisings[-1].called(own.name, (latents, timestep if number is None else number), {})
-            return own.told
         is_heard = own.is_heard if own is not None and is_same else self._is_heard(module)
         if is_heard and current_stack(session) not in (
             None,
@@ -416,6 +435,17 @@ class OwnLoopObserver(Observer):
         ):  # a pipeline calls it, from another context
             return None
         return self._denoise(stack, own, module, form, latents, timestep, number, is_heard=is_heard)
+
+    def _is_denoising(
+        self, module: Any, form: _Form, latents: object, timestep: object, number: float | None
+    ) -> bool:
+        """Whether a call of what takes latents and a timestep is one of a loop: no training, and no tracer's."""
+        if torch.is_grad_enabled() and (module.training or self._trained.get(module)):
+            return False
+        if not form.is_known and (self._refused.get(module) or not _is_timestep_of(latents, timestep)):
+            return False
+        is_read = number is not None and isinstance(timestep, Tensor)  # no tracer lets one be read
+        return is_read or not is_tracing()  # type: ignore[no-untyped-call]
 
     def _form(self, stack: StageStack, own: OwnGeneration | None, module: nn.Module) -> _Form | None:
         """How a module takes latents and timestep that is not the one that was called last; None: it is no denoiser here."""
@@ -533,11 +563,9 @@ class OwnLoopObserver(Observer):
         return self.session.observer(SchedulerObserver)._before_schedule(scheduler, args, kwargs)
 
     def _before_step(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
-        if not (self.session.is_everywhere or self._is_meant(scheduler)):
-            return None
-        stack = self.session.stack_here()
+        stack = current_stack(self.session)
         own: OwnGeneration | None = None if stack is None else stack.loop  # no pipeline's stack has one
-        if stack is None or own is None or stack.denoising is None:
+        if stack is None or own is None or stack.denoising is None or not self._is_meant(scheduler):
             return None
         held = own.parts.get("scheduler")
         if held is None or held() is not scheduler:
