@@ -143,3 +143,60 @@ def test_a_model_that_compiles_again_with_each_lora_is_said() -> None:
     said = headline(run)
     assert "The first step took 58.00 s to 63.00 s in 3 of 3 generations" in first_sentence(said)
     assert "not kept from one generation to the next" in first_sentence(said)
+
+
+def test_a_pipeline_that_is_slower_from_its_second_use_on_says_so_by_half() -> None:
+    """ComfyUI 3426: 64 steps at 4.73 a second, and in the queue behind it at 2.07, 2.03 and so on."""
+    rates = (4.73, 2.07, 2.03, 2.05)
+    run = series(*(generation(40.0 * i, [1 / rate] * 64) for i, rate in enumerate(rates)))
+    said = headline(run)
+    assert "Steps became slower after the first" in first_sentence(said)
+    assert "211 ms in it, 488 ms since" in said
+
+
+def test_a_second_that_every_ten_pictures_cost_more_is_said() -> None:
+    """stable-diffusion-webui 10812: 20 steps in 4.25 s, after ten renders in 5 s, after twenty in 6 s: a staircase."""
+    steps = [(4.25, 5.0, 6.0, 7.0, 8.0)[number // 10] / 20 for number in range(50)]
+    run = series(*(generation(9.0 * i, [seconds] * 20) for i, seconds in enumerate(steps)))
+    assert "212 ms in the first of 50, 400 ms in the last" in first_sentence(headline(run))
+
+
+def test_a_first_generation_whose_steps_are_all_slow_is_told_from_the_others() -> None:
+    """ComfyUI 4266: the first picture takes 40 minutes, 78 s a step, and each one after it 45 s."""
+    slow, usual = [77.98] * 30, [1.1] * 40
+    run = series(*(generation(4000.0 * i, slow if i == 0 else usual) for i in range(4)))
+    said = headline(run)
+    assert "All steps of the first of 4 generations of the same work were slow" in first_sentence(said)
+    assert "77.98 s each, 1.10 s since" in said
+    alone = series(generation(0.0, slow))
+    assert "were slow" not in headline(alone)
+    warm = series(*(generation(50.0 * i, [9.0, *usual] if i == 0 else usual) for i in range(4)))
+    assert "were slow" not in headline(warm)
+
+
+def test_a_script_that_imports_for_most_of_its_time_has_a_start_of_its_own() -> None:
+    """diffusers 3338: importing takes 13 to 15 s in a container."""
+    run = series(generation(14.2, [0.2] * 20))
+    facts = {"process": {"imports": {}}}
+    assert headline(replace(run, seconds=18.4)).startswith("Start 14.20 s (mostly"), facts
+
+
+def test_what_saves_the_pictures_is_said_to_take_the_time() -> None:
+    """stable-diffusion-webui 10000: the picture is there, and saving it takes another 45 s."""
+    run = replace(series(generation(0.0, [0.2] * 20)), seconds=49.1)
+    assert first_sentence(headline(run)).startswith("92 % of 49.10 s passed after the last stage: saving")
+
+
+def test_memory_that_rises_by_fits_and_starts_is_said() -> None:
+    """stable-diffusion-webui 6068: GiB in use after each of seven generations."""
+    gib = [8.7, 12.1, 13.9, 15.5, 15.5, 17.2, 18.8, 19.5]
+    at = [int(size * 1024 * MIB) for size in gib]
+    run = series(*(generation(20.0 * i, [0.3] * 20, rss=(at[i], at[i + 1])) for i in range(7)))
+    print(headline(run))
+
+
+def test_a_container_that_is_held_back_by_its_quota_is_named() -> None:
+    """ollama 17916: eight threads in four processors' worth of quota, throttled in 3115 of 4567 periods of 0.1 s."""
+    busy = generation(0.0, [22.8] * 20, own_seconds=1820.0, waited_seconds=10.0, throttled_seconds=311.5)
+    run = series(busy)
+    print(headline(run))

@@ -5,7 +5,7 @@ creeps up from one generation to the next looks even within each.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Final, NamedTuple
@@ -98,6 +98,14 @@ def _generations(run: Run) -> list[_Generation]:
     return found
 
 
+def _by_work(run: Run) -> Iterable[list[_Generation]]:
+    """Those of the same work, in the order in which they came."""
+    by_work: dict[tuple[object, ...], list[_Generation]] = {}
+    for generation in _generations(run):
+        by_work.setdefault(generation.work(), []).append(generation)
+    return by_work.values()
+
+
 @rule(RECUR, "warning", about="a series of generations", looks_at="run")
 def first_steps_recur(run: Run) -> Iterator[Seen]:
     """The first step is slow in generation after generation: compiled again for each new size, or loaded again."""
@@ -167,10 +175,7 @@ def _advice(*, by_size: bool, compiled: bool) -> str:
 @rule(SLOW_DOWN, "warning", about="a series of generations", looks_at="run")
 def slows_down(run: Run) -> Iterator[Seen]:
     """Steps take longer from generation to generation: something accumulates, or the device gets hot."""
-    by_work: dict[tuple[object, ...], list[_Generation]] = {}
-    for generation in _generations(run):
-        by_work.setdefault(generation.work(), []).append(generation)
-    for alike in by_work.values():
+    for alike in _by_work(run):
         usual = [one.usual for one in alike]
         if _waited([one.stage for one in alike]) > MUCH_WAITED:
             continue
@@ -222,6 +227,32 @@ def _slow_after_the_first(alike: Sequence[_Generation]) -> Iterator[Seen]:
     )
 
 
+@rule("series.first_is_slow", "info", about="a series of generations", looks_at="run")
+def first_is_slow(run: Run) -> Iterator[Seen]:
+    """All steps of the first generation took longer than those since: weights that were read or moved, or full memory."""
+    for alike in _by_work(run):
+        first, later = alike[0], alike[1:]
+        usual = median(one.usual for one in later) if later else 0.0
+        lost = (first.usual - usual) * len(first.stage.steps)
+        if usual <= 0 or not _LEAST_EXCESS_SECONDS <= lost < math.inf or _waited([first.stage]) > MUCH_WAITED:
+            continue
+        if first.usual < _LEAST_OUTLIER_RATIO * max(one.longest for one in later):
+            continue
+        yield Seen(
+            message=f"All steps of the first of {len(alike)} generations of the same work were slow: "
+            f"{units.seconds(first.usual)} each, {units.seconds(usual)} since ({first.usual / usual:.2f} × as long).",
+            evidence={
+                "generations": len(alike),
+                "first_seconds": first.usual,
+                "median_seconds": usual,
+                "gain_seconds": lost,
+            },
+            advice="Leave it out of timings. To make it faster, see what memory was full of before it, and whether its weights "
+            "were read from a disk or moved meanwhile.",
+            stage=first.stage.name,
+        )
+
+
 @rule("series.loras_slow_down", "warning", about="a series of generations", looks_at="run")
 def loras_slow_down(run: Run) -> Iterator[Seen]:
     """Loading or switching LoRAs takes longer each time: those that were loaded before are still there."""
@@ -265,10 +296,7 @@ def _waited(stages: Sequence[Stage]) -> float:
 @rule("series.one_stands_out", "info", about="a series of generations", looks_at="run")
 def one_stands_out(run: Run) -> Iterator[Seen]:
     """One generation among many took more than twice as long as the others, though it did the same work."""
-    by_work: dict[tuple[object, ...], list[_Generation]] = {}
-    for generation in _generations(run):
-        by_work.setdefault(generation.work(), []).append(generation)
-    for alike in by_work.values():
+    for alike in _by_work(run):
         later = alike[1:]  # the first is often slow
         seconds = [one.case.seconds for one in later]
         if len(seconds) < _FEWEST_FOR_OUTLIER:

@@ -158,8 +158,6 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         sentences = ["Nothing differs beyond noise."]
     if time is not None and not is_comparable:
         sentences = [failed, *sentences[2:], time]  # what can be told comes first
-    else:
-        sentences.append(_caution(total))
     return WhatChanged(
         " ".join(filter(None, [*sentences, broken_off])),
         recipe,
@@ -225,13 +223,6 @@ def _compared_totals(new: Sequence[Run], baseline: Sequence[Run], limits: Limits
     return compare_totals(new, baseline, limits=limits)
 
 
-def _caution(total: FigureComparison | None) -> str | None:
-    """That a small change could not be seen, where the runs waited for a processor."""
-    if total is None or total.is_comparable:
-        return None
-    return f"A small change of times could not be seen: {total.unavailable['wall']}."
-
-
 def _time_sentence(
     total: FigureComparison | None,
     new: Sequence[Run],
@@ -239,14 +230,14 @@ def _time_sentence(
     rows: Sequence[tuple[TimeShare, float]],
     recipe: Differences,
 ) -> str | None:
-    """How the time of a run changed and why; None if it did not change beyond noise."""
+    """How the time of a run changed and why, or why that cannot be told; None if it did not change beyond noise."""
     if total is None or not rows:
-        return None
-    now, before = median(run.seconds for run in new), median(run.seconds for run in baseline)
-    if total.is_noise and (total.is_comparable or total.is_noise_on_the_wall):
         return None
     if not total.is_comparable:
         return _beside_others(total, new, baseline)
+    if total.is_noise:
+        return None
+    now, before = median(run.seconds for run in new), median(run.seconds for run in baseline)
     how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
     change = f"{how} ({units.seconds(before)} → {units.seconds(now)})"
     least, most = sorted(_predicted_ratios(rows, recipe))
@@ -277,6 +268,8 @@ def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Seq
     if others is not None and "other programs" not in compared.unavailable["wall"]:
         who = "; other programs ran" if others > BUSY else "; no other program ran"
     text = f"The times are not comparable: {compared.unavailable['wall']}{who}."
+    if compared.is_noise_on_the_wall:
+        return f"{text} By the clock they are as before, but a small change could not be seen."
     if compared.ratio is None or not (total_of(new).own and total_of(baseline).own):
         return text
     change = f"{units.seconds(compared.baseline)} → {units.seconds(compared.new)}"

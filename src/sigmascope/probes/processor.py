@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -101,7 +102,9 @@ def _file_of_quota() -> Reading[Path]:
 
 
 def statistics_of_group(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> Path:
-    """The `cpu.stat` of this process's control group, of version 2 or of version 1's `cpu` controller.
+    """The `cpu.stat` of the control group whose quota holds for this process, of version 2 or of version 1's `cpu` controller.
+
+    That is the process's own, or the next one around it that has a quota, such as a pod's or a slice's; its own where none has.
 
     Raises:
         OSError: There is none. Inside a container its own group is the root of what it sees.
@@ -110,10 +113,23 @@ def statistics_of_group(groups: Path = _GROUPS, membership: Path = Path("/proc/s
         _, controllers, place = line.split(":", 2)
         root = groups if not controllers else groups / controllers
         if not controllers or "cpu" in controllers.split(","):
-            for folder in (root / place.lstrip("/"), root):
-                if (folder / "cpu.stat").is_file():
-                    return folder / "cpu.stat"
+            own = root / place.lstrip("/")
+            known = [
+                folder
+                for folder in (own, *own.parents)
+                if folder.is_relative_to(root) and (folder / "cpu.stat").is_file()
+            ]
+            if known:
+                return next(filter(_has_quota, known), known[0]) / "cpu.stat"
     raise FileNotFoundError(_NO_QUOTA)
+
+
+def _has_quota(group: Path) -> bool:
+    """Whether a control group limits the processor time of what is in it."""
+    for name, unlimited in (("cpu.max", b"max"), ("cpu.cfs_quota_us", b"-1")):
+        with suppress(OSError):
+            return not _text_of(str(group / name)).startswith(unlimited)
+    return False
 
 
 def throttled_ns(statistics: Path) -> int:

@@ -36,6 +36,26 @@ def test_the_time_that_a_quota_took_is_read(tmp_path: Path, membership: str, pla
     assert throttled_ns(file) == 2_500_000_000
 
 
+@pytest.mark.parametrize(
+    ("name", "none", "some", "text"),
+    [("cpu.max", "max 100000", "50000 100000", V2), ("cpu.cfs_quota_us", "-1", "50000", V1)],
+)
+@pytest.mark.parametrize("has_quota", ["pod", "pod/container"])
+def test_the_quota_of_a_group_around_it_holds_too(
+    tmp_path: Path, name: str, none: str, some: str, text: str, has_quota: str
+) -> None:
+    """A container without a limit of its own in a pod that has one, as Kubernetes makes them."""
+    line, controller = ("0::", "") if name == "cpu.max" else ("2:cpu:", "cpu")
+    for place in ("pod", "pod/container"):
+        group = tmp_path / controller / place
+        group.mkdir(parents=True)
+        is_meant = place == has_quota
+        (group / name).write_text(f"{some if is_meant else none}\n")
+        (group / "cpu.stat").write_text(text if is_meant else text.replace("25", "0"))
+    (tmp_path / "membership").write_text(f"{line}/pod/container\n")
+    assert throttled_ns(statistics_of_group(tmp_path, tmp_path / "membership")) == 2_500_000_000
+
+
 def test_a_group_without_a_quota_has_no_such_time(tmp_path: Path) -> None:
     file = tmp_path / "cpu.stat"
     file.write_text("usage_usec 10\nuser_usec 7\n")
