@@ -191,7 +191,7 @@ def test_memory_that_rises_by_fits_and_starts_is_said() -> None:
     """stable-diffusion-webui 6068: GiB in use after each of seven generations."""
     gib = [8.7, 12.1, 13.9, 15.5, 15.5, 17.2, 18.8, 19.5]
     at = [int(size * 1024 * MIB) for size in gib]
-    run = series(*(generation(20.0 * i, [0.3] * 20, rss=(at[i], at[i + 1])) for i in range(7)))
+    run = series(*(generation(6.1 * i, [0.3] * 20, rss=(at[i], at[i + 1])) for i in range(7)))
     print(headline(run))
 
 

@@ -278,15 +278,6 @@ class MethodHook:
         else:
             setattr(owner, self._name, self._before)
 
-    def bind_inherited(self, original: Callable[..., Any], target: object) -> Callable[..., Any]:
-        """What the target would have called: a base's method may have been replaced meanwhile, as `torch.fx` does."""
-        owner: Any = self._owner()
-        try:
-            function: Callable[..., Any] = getattr(super(owner, target), self._name)
-        except TypeError:  # another class's object, to which the function was given by hand
-            return functools.partial(original, target)
-        return function
-
     def _replaced(self, attribute: object, of_class: bool) -> object:
         if not of_class:
             if not callable(attribute):
@@ -315,8 +306,7 @@ def _with_listeners(
     original: Callable[..., Any], hook: MethodHook, *, is_static: bool = False
 ) -> Callable[..., Any]:
     """A class's function, with its name, documentation and signature, and the hook's listeners around it."""
-    bind = hook.bind_inherited if hook.is_inherited and not is_static else None
-    call = functools.update_wrapper(_told(original, hook, bind, takes_target=not is_static), original)
+    call = functools.update_wrapper(_told(original, hook, takes_target=not is_static), original)
     call.__dict__["__signature__"] = inspect.signature(original)
     return call
 
@@ -357,7 +347,6 @@ def _itself(thing: Any) -> Any:
 def _told(
     original: Callable[..., Any],
     hook: MethodHook,
-    bind: Callable[[Callable[..., Any], object], Callable[..., Any]] | None = None,
     *,
     owner: Callable[[], object] | None = None,
     takes_target: bool = False,
@@ -367,10 +356,11 @@ def _told(
     Args:
         original: What is called.
         hook: Its listeners are told of the target, and of the arguments that the caller sees.
-        bind: Gives what to call on a target instead.
         owner: Gives the target.
         takes_target: Whether the target is the first argument.
     """
+    name, kind_of = hook._name, hook._owner
+    is_inherited = takes_target and hook.is_inherited
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -379,8 +369,11 @@ def _told(
         target = None if owner is None else owner()
         if takes_target and args:
             target, seen = args[0], args[1:]
-            if bind is not None:
-                act, given = bind(original, target), seen
+            if is_inherited:  # a base's method may have been replaced meanwhile, as `torch.fx` does
+                try:
+                    act, given = getattr(super(kind_of(), target), name), seen  # type: ignore[arg-type]
+                except TypeError:  # another class's object, to which the function was given by hand
+                    pass
         afters: list[tuple[After, Listener]] = []  # of each what it wants to be called after the call
         for listener in hook.listeners:
             try:

@@ -244,7 +244,9 @@ class PeakTracker:
 
     def step(self, rss: int, at_ns: int, device: str | None) -> int:
         """Take the readings at a step's end, with LOCK held; return the device's allocated bytes."""
-        self.pending.rss.see(rss, at_ns)
+        highest = self.pending.rss
+        if rss > highest.value:
+            highest.see(rss, at_ns)
         if device is None:
             return UNKNOWN
         reading = self._read_devices(at_ns, (device,)).get(device)

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
+from struct import Struct
 from time import process_time_ns
 from typing import Final, NamedTuple
 
@@ -78,6 +79,7 @@ OTHERS: Final = "others"
 _RESOLVE_FROM = 64
 COLUMNS: Final = 5
 """Of `StepColumns`."""
+_ROW: Final = Struct(f"={COLUMNS}q").pack
 StepListener = Callable[[str, int, int], None]
 """Called with a stage's name, and when its step began and ended in nanoseconds of the recorder's clock."""
 Clock = Callable[[], int]
@@ -408,8 +410,8 @@ class StepColumns:
         return len(self._figures) // COLUMNS
 
     def add(self, started_ns: int, ended_ns: int, rss: int, allocated: int, cpu_ns: int) -> None:
-        """Append a step, whole: within `extend` no other thread, handler of a signal or Ctrl-C has a turn."""
-        self._figures.extend((started_ns, ended_ns, rss, allocated, cpu_ns))
+        """Append a step, whole: within `frombytes` no other thread, handler of a signal or Ctrl-C has a turn."""
+        self._figures.frombytes(_ROW(started_ns, ended_ns, rss, allocated, cpu_ns))  # half the time of `extend`
 
     def last_ended_ns(self) -> int | None:
         """When the last step ended; None before the first."""

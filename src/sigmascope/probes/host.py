@@ -227,12 +227,19 @@ class _OpenFile:
     """A file of the system's that says something else each time that it is read, and stays open.
 
     Attributes:
-        numbers: The open file by the process: a forked child's shows its parent. -1: it cannot be read.
+        number: The open file; None: not open yet; -1: it cannot be read.
     """
+
+    number: int | None = None
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.numbers: dict[int, int] = {}
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """Open it anew when it is read: in a forked child the open file shows its parent."""
+        vars(self).pop("number", None)
 
     def read(self) -> bytes:
         """Its first bytes.
@@ -240,18 +247,17 @@ class _OpenFile:
         Raises:
             OSError: It is not there, or the program has closed the file.
         """
-        process = os.getpid()
-        number = self.numbers.get(process)
+        number = self.number
         if number is None:
             opened = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            number = self.numbers.setdefault(process, opened)
+            number = vars(self).setdefault("number", opened)
             if number != opened:  # another thread was first
                 os.close(opened)
         return os.pread(number, 256, 0)
 
     def give_up(self) -> None:
         """Read it no more in this process."""
-        self.numbers[os.getpid()] = -1
+        self.number = -1
 
 
 _statm, _meminfo = _OpenFile("/proc/self/statm"), _OpenFile("/proc/meminfo")

@@ -61,9 +61,10 @@ def test_a_forked_child_reads_its_own() -> None:
 
 @linux
 def test_once_others_have_closed_the_file_psutil_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module._statm, "numbers", {})
+    monkeypatch.setattr(memory_module, "_statm", statm := memory_module._OpenFile("/proc/self/statm"))
     known_rss()
-    os.close(memory_module._statm.numbers[os.getpid()])
+    assert statm.number is not None
+    os.close(statm.number)
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert all(known_rss() > MIB for _ in range(5))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -73,9 +74,10 @@ def test_once_others_have_closed_the_file_psutil_is_asked(monkeypatch: pytest.Mo
 def test_a_number_that_became_another_file_is_noticed_and_not_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_module._statm, "numbers", {})
+    monkeypatch.setattr(memory_module, "_statm", statm := memory_module._OpenFile("/proc/self/statm"))
     known_rss()
-    number = memory_module._statm.numbers[os.getpid()]
+    number = statm.number
+    assert number is not None
     (tmp_path / "other").write_text("not numbers")
     with (tmp_path / "other").open() as other:
         os.dup2(other.fileno(), number)
@@ -133,7 +135,7 @@ def test_where_the_systems_figures_make_no_sense_psutil_is_asked(
     (tmp_path / "meminfo").write_bytes(meminfo)
     monkeypatch.setattr(memory_module, "_meminfo", memory_module._OpenFile(str(tmp_path / "meminfo")))
     assert system_memory().ram_total_bytes == psutil.virtual_memory().total
-    assert memory_module._meminfo.numbers[os.getpid()] == -1
+    assert memory_module._meminfo.number == -1
 
 
 def test_a_snapshot_without_accelerator_says_why() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import torch
+
 from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
@@ -18,7 +18,6 @@ from sigmascope.monitor.recorder import LiveStage, Recorder
 from sigmascope.monitor.scope import Mark
 from sigmascope.records.run import SCHEDULER_SECONDS
 
-_CPU: Final = torch.device("cpu")
 _FEW: Final = 64
 NO_SCHEDULER = (
     "no scheduler step was seen, so calls at the same timestep count as one step. Where timesteps are on an "
@@ -155,7 +154,8 @@ class Denoising:
         if component:
             if not self._turns or component != self._turns[-1][0]:
                 self._turns.append((component, len(self._scope.columns)))
-            self.most_calls_a_step = max(self.most_calls_a_step, self._calls_in_step)
+            if self._calls_in_step > self.most_calls_a_step:
+                self.most_calls_a_step = self._calls_in_step
         if self._moved_ns:
             self._moves[len(self._scope.columns)] = self._moved_ns
             self._moved_ns = 0
@@ -187,7 +187,7 @@ def number_of(timestep: object) -> float | None:
     """A timestep's number; None if reading it would wait for an accelerator, or be recorded by a tracer."""
     if not isinstance(timestep, Tensor):
         return float(timestep) if isinstance(timestep, int | float) else None
-    if timestep.device != _CPU or is_tracing():  # type: ignore[no-untyped-call]  # a device's type is a text, made anew
+    if not timestep.is_cpu or is_tracing():  # type: ignore[no-untyped-call]
         return None
     try:
         if timestep.numel() > _FEW:

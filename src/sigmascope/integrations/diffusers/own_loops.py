@@ -198,7 +198,7 @@ class OwnGeneration:
     """
 
     stage: LiveStage
-    calling: nn.Module | None = None
+    calling: object = None
     denoiser: "weakref.ref[nn.Module] | None" = None
     is_heard: bool = False
     name: str = ""
@@ -250,7 +250,6 @@ class OwnGeneration:
         return (
             denoising is not None
             and self.is_repeated
-            and not self.is_heard
             and denoising is self.denoisings[-1]
             and (number is None or number != self.first or number == self.last)  # no other loop's beginning
             and (stack.planned_steps is None or denoising.stepped < stack.planned_steps)
@@ -378,27 +377,26 @@ class OwnLoopObserver(Observer):
         """Take a call of what may be a denoiser: the hot path."""
         stack = current_stack(self.session)
         own: OwnGeneration | None = None if stack is None else stack.loop
+        reads = None if own is None else own.reads
         if (
             stack is None
             or own is None
-            or own.told is None
-            or own.reads is None
+            or reads is None
+            or own.calling is not None
             or own.denoiser is None
             or own.denoiser() is not module
-            or own.calling is not None
             or own.frame is not CURRENT.get()
         ):
             return self._before_first(module, args, kwargs)
-        latents, timestep = own.reads.read(args, kwargs)
+        # As `_Form.read` does, without the time of a call.
+        latents = args[0] if args else kwargs.get(reads.latents)
+        timestep = args[reads.at] if reads.at < len(args) else kwargs.get(reads.timestep)
         number = number_of(timestep)
-        if not (
-            own.goes_on(stack, number)
-            and self._is_denoising(module, own.reads, latents, timestep, number)
-            and isinstance(module, nn.Module)
-        ):
+        if not (own.goes_on(stack, number) and self._is_denoising(module, reads, latents, timestep, number)):
             return self._before_first(module, args, kwargs)
         own.last, own.calling = number, module
-        own.denoisings[-1].called(own.name, (latents, timestep if number is None else number), {})
+        if not own.is_heard:
+            own.denoisings[-1].called(own.name, (latents, timestep if number is None else number), {})
         return own.told
 
     def _before_first(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:
@@ -465,7 +463,7 @@ class OwnLoopObserver(Observer):
             return None
         return form
 
-    def _let_go(self, kind: type, form: _Form, around: nn.Module | None) -> None:
+    def _let_go(self, kind: type, form: _Form, around: object) -> None:
         """Hear no more of a class that works inside denoisers."""
         inner = None if around is None else unwrap(around)
         if not form.is_known and kind not in (type(around), type(inner)):
@@ -565,7 +563,9 @@ class OwnLoopObserver(Observer):
     def _before_step(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = current_stack(self.session)
         own: OwnGeneration | None = None if stack is None else stack.loop  # no pipeline's stack has one
-        if stack is None or own is None or stack.denoising is None or not self._is_meant(scheduler):
+        if stack is None or own is None or stack.denoising is None:
+            return None
+        if not (self.session.is_everywhere or self._is_meant(scheduler)):
             return None
         held = own.parts.get("scheduler")
         if held is None or held() is not scheduler:
