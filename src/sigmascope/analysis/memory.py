@@ -284,6 +284,11 @@ FEWEST_EVEN: Final = 4
 _MOST_UNEVEN: Final = 1.5
 """The most that one of a few calls may add, by what another adds."""
 _LEAST_EVEN_BYTES: Final = _MIB
+_FEWEST_UNEVEN: Final = 5
+"""After the first one; of these each may add another amount."""
+_LATER_SHARE_OF_FEW: Final = 0.75
+_LEAST_SHARE_GROWN: Final = 0.1
+_SIZES: Final = ("height", "width", "num_frames", "batch_size")
 TOLERANCE_BYTES: Number = 64 * 1024
 """What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
 _RISING_SHARE_OF_CALLS: Final = 0.5
@@ -319,7 +324,7 @@ def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
     for name, stages in by_name.items():
         for measures in after_each(stages):
             for where, readings, inside in measures:
-                leak = _leak(name, "call", where, readings)
+                leak = _leak(name, "call", where, readings, is_alike=_did_alike(stages))
                 if leak is not None and (name in outermost or _grows_inside(inside, leak)):
                     yield leak
                     break
@@ -330,18 +335,27 @@ def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
                     yield leak
 
 
-def _leak(stage: str, period: str, where: str, readings: Sequence[int]) -> Seen | None:
+def _did_alike(stages: Sequence[Stage]) -> bool:
+    """Whether all were asked for pictures of one size, as many at once; each new size needs memory of its own."""
+    asked = [facts if isinstance(facts := stage.facts.get("call"), Mapping) else {} for stage in stages]
+    return len({tuple(call.get(name) for name in _SIZES) for call in asked}) <= 1
+
+
+def _leak(
+    stage: str, period: str, where: str, readings: Sequence[int], *, is_alike: bool = False
+) -> Seen | None:
     grown = growth(
         readings,
         tolerance_bytes=TOLERANCE_BYTES if where in (PROCESS, HEAP_OF_PROCESS) else 0,
         rising=_RISING_SHARE_OF_CALLS if where == PROCESS else 0.0,
         few=period == "call",
+        is_alike=is_alike,
     )
     if grown is None or not grown.is_leak:
         return None
     slope = grown.slope
     return Seen(
-        message=f"Memory of {_THE.get(where, where)} grows by {slope.value / 2**20:.3g} MB each {period}, over {units.counted(grown.calls, period)}.",
+        message=f"Memory of {_THE.get(where, where)} grows by {_in_words(slope.value)} each {period}, over {units.counted(grown.calls, period)}.",
         evidence={
             "where": where,
             "calls": grown.calls,
@@ -353,6 +367,11 @@ def _leak(stage: str, period: str, where: str, readings: Sequence[int]) -> Seen 
         advice="Look for tensors, outputs or graphs that are kept between calls (missing no_grad, growing lists).",
         stage=stage,
     )
+
+
+def _in_words(nbytes: float) -> str:
+    megabytes = nbytes / 2**20
+    return f"{megabytes:.3g} MB" if megabytes < 1000 else units.format_size(round(nbytes))
 
 
 def _grows_inside(changes: Sequence[int], leak: Seen) -> bool:
@@ -383,6 +402,7 @@ def growth(
     tolerance_bytes: Number = TOLERANCE_BYTES,
     rising: float = 0.0,
     few: bool = False,
+    is_alike: bool = False,
 ) -> Growth | None:
     """Whether memory grows steadily from call to call.
 
@@ -396,13 +416,16 @@ def growth(
         rising: The share of calls, 0 to 1, that must add something. The resident set jumps with the largest call so
             far and stays there, which other calls do not add to.
         few: Whether 4 to 7 calls may tell too: those after the first must each add nearly the same.
+        is_alike: Whether all calls did the same work. Then it is enough of 6 or 7 that none gives anything back, that the
+            later ones add three quarters of what the earlier ones did, and that all add a tenth of what was in use.
 
     Returns:
         The growth; None when fewer than 8 calls are left, or 4 where few may tell.
     """
     calls = readings[min(_MOST_WARM_UP_CALLS, len(readings) // 4) :]
     if len(calls) < FEWEST_CALLS:
-        return _even_growth(readings[1:], tolerance_bytes) if few and len(readings) >= FEWEST_EVEN else None
+        is_enough = few and len(readings) >= FEWEST_EVEN
+        return _growth_of_few(readings[1:], tolerance_bytes, is_alike=is_alike) if is_enough else None
     slope = theil_sen(calls)
     later = theil_sen(calls[len(calls) // 2 :]).value
     grows = slope.lower > tolerance_bytes and later > max(
@@ -413,12 +436,22 @@ def growth(
     return Growth(len(calls), slope, calls[-1] - calls[0], grows and sum(steps) >= rising * len(steps))
 
 
-def _even_growth(calls: Sequence[Number], tolerance_bytes: Number) -> Growth | None:
-    """The growth of a few calls, each of which added as much: what fills up adds less and less."""
+def _growth_of_few(calls: Sequence[Number], tolerance_bytes: Number, *, is_alike: bool) -> Growth | None:
+    """The growth of a few calls, each of which added as much, or all of which added much: what fills up adds less and less."""
     added = [after - before for before, after in pairwise(calls)]
     is_even = min(added) > max(tolerance_bytes, _LEAST_EVEN_BYTES) and max(added) <= _MOST_UNEVEN * min(added)
+    early, late = sum(added[: len(added) // 2]), sum(added[len(added) // 2 :])
+    is_steady = (
+        is_alike
+        and len(calls) >= _FEWEST_UNEVEN
+        and min(added) >= 0
+        and late >= _LATER_SHARE_OF_FEW * early
+        and early + late
+        > max(_LEAST_SHARE_GROWN * calls[0], len(added) * max(tolerance_bytes, _LEAST_EVEN_BYTES))
+    )
     slope = Slope(float(median(added)), float(min(added)), float(max(added)))
-    return Growth(len(calls), slope, calls[-1] - calls[0], is_leak=True) if is_even else None
+    is_leak = is_even or is_steady
+    return Growth(len(calls), slope, calls[-1] - calls[0], is_leak=True) if is_leak else None
 
 
 def after_each(stages: Sequence[Stage]) -> Iterator[list[Measure]]:

@@ -371,9 +371,10 @@ def _told(
             target, seen = args[0], args[1:]
             if is_inherited:  # a base's method may have been replaced meanwhile, as `torch.fx` does
                 try:
-                    act, given = getattr(super(kind_of(), target), name), seen  # type: ignore[arg-type]
+                    act = getattr(super(kind_of(), target), name)  # type: ignore[arg-type]
+                    given = seen
                 except TypeError:  # another class's object, to which the function was given by hand
-                    pass
+                    act = original
         afters: list[tuple[After, Listener]] = []  # of each what it wants to be called after the call
         for listener in hook.listeners:
             try:

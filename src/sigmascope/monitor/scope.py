@@ -411,7 +411,9 @@ class StepColumns:
 
     def add(self, started_ns: int, ended_ns: int, rss: int, allocated: int, cpu_ns: int) -> None:
         """Append a step, whole: within `frombytes` no other thread, handler of a signal or Ctrl-C has a turn."""
-        self._figures.frombytes(_ROW(started_ns, ended_ns, rss, allocated, cpu_ns))  # half the time of `extend`
+        self._figures.frombytes(
+            _ROW(started_ns, ended_ns, rss, allocated, cpu_ns)
+        )  # half the time of `extend`
 
     def last_ended_ns(self) -> int | None:
         """When the last step ended; None before the first."""

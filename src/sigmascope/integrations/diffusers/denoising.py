@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-
 from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 

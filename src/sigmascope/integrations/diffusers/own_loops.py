@@ -48,7 +48,9 @@ from sigmascope.integrations.diffusers.pipeline_call import (
     is_final_decode,
     start_denoising,
 )
+from sigmascope.integrations.diffusers.surroundings import switches_now
 from sigmascope.integrations.diffusers.watch_session import (
+    STACKS,
     Observer,
     Session,
     StageStack,
@@ -195,6 +197,7 @@ class OwnGeneration:
         denoisings: Those in it.
         pictures: How many were decoded.
         parts: What works in it, by name.
+        switches: PyTorch's, as they were when it began to denoise.
     """
 
     stage: LiveStage
@@ -216,6 +219,7 @@ class OwnGeneration:
     denoisings: list[Denoising] = field(default_factory=list)
     pictures: int | None = None
     parts: "dict[str, weakref.ref[Any]]" = field(default_factory=dict)
+    switches: Mapping[str, str] | None = None
 
     def uses(self, name: str, part: object) -> str:
         """Note a part and give its name; another one of the same kind gets a number."""
@@ -237,13 +241,6 @@ class OwnGeneration:
         """Whether calls for one timestep are a loop: a known denoiser's, if a part beside it worked for it, too."""
         return self.form is not None and self.form.is_known and len(self.parts) > 1
 
-    def has(self, scope: Scope) -> bool:
-        """Whether it is one of its denoisings."""
-        for denoising in self.denoisings:  # noqa: SIM110 - a generator would cost more than what it does
-            if denoising.stage.is_of(scope):
-                return True
-        return False
-
     def goes_on(self, stack: StageStack, number: float | None) -> bool:
         """Whether a call of the same denoiser is a further one, of which all is known already."""
         denoising = stack.denoising
@@ -251,13 +248,17 @@ class OwnGeneration:
             denoising is not None
             and self.is_repeated
             and denoising is self.denoisings[-1]
-            and (number is None or number != self.first or number == self.last)  # no other loop's beginning
+            and not self.starts_again(number, stack.planned_steps)
             and (stack.planned_steps is None or denoising.stepped < stack.planned_steps)
         )
 
-    def starts_again(self, number: float | None) -> bool:
-        """Whether a timestep is that of another loop's beginning: the first one, after others."""
-        return number is not None and number == self.first and number != self.last
+    def starts_again(self, number: float | None, planned: int | None) -> bool:
+        """Whether a timestep is that of another loop's beginning: the first one, after others; or one after 0, where no
+        schedule says that more follow, as it does where a solver jumps back.
+        """
+        if number is None or number == self.last:
+            return False
+        return number == self.first or (planned is None and self.last == 0.0 < number and self.first != 0.0)
 
 
 class OwnLoopObserver(Observer):
@@ -422,7 +423,7 @@ class OwnLoopObserver(Observer):
             return None
         frame = CURRENT.get()
         if own is None or own.frame is not frame or frame is None:
-            if _is_counted_by_host(own):
+            if _is_counted_by_host():
                 return None
             if own is not None:
                 own.frame = frame
@@ -483,7 +484,7 @@ class OwnLoopObserver(Observer):
         is_heard: bool,
     ) -> After:
         if own is not None and (
-            own.starts_again(number) or _is_complete(stack)
+            own.starts_again(number, stack.planned_steps) or _is_complete(stack)
             if own.has_denoised
             else _has_another_in(own.stage)
         ):
@@ -494,6 +495,7 @@ class OwnLoopObserver(Observer):
         is_first = not own.has_denoised
         if is_first:
             own.has_denoised, own.first, own.form = True, number, form
+            own.switches = switches_now()  # autocast and no_grad may be over when the loop is known to be
             # A loop that begins with an image makes fewer steps than are planned.
             stack.loop_steps = None if own.has_image else stack.planned_steps
             own.latents = tuple(latents.shape) if isinstance(latents, Tensor) else ()
@@ -679,7 +681,7 @@ class OwnLoopObserver(Observer):
                 denoising.stage.end_at(last_ns)
         with self.session.own_work():
             stack.leave(stage, error)
-            if is_no_loop or _lies_in_another():
+            if is_no_loop or _is_within_hosts():
                 stage.dissolve(drops=self._dropped if is_no_loop else ())
                 return
             self._tell(stack, own, error)
@@ -708,7 +710,10 @@ class OwnLoopObserver(Observer):
         calls = self.session.observer(CallObserver)
         why_not = None if error is None else "the loop failed"
         seen = SeenInCall({}, steps=stack.steps, changes=stack.lora_changes)
-        read("watch.recipe", lambda: calls._tell_recipe(stage, OwnParts(parts), seen, [], why_not))
+        read(
+            "watch.recipe",
+            lambda: calls._tell_recipe(stage, OwnParts(parts), seen, [], why_not, own.switches),
+        )
         self.session.recorder.settle()
 
 
@@ -772,23 +777,32 @@ def _is_complete(stack: StageStack) -> bool:
     return denoising is None or (planned is not None and denoising.stepped >= planned)
 
 
-def _lies_in_another() -> bool:
+def _is_within_hosts() -> bool:
     """Whether the host has a generation of its own here, around what has just been closed."""
-    return any(frame.scope.name == GENERATION for frame in frames_here())
+    return any(frame.scope.name == GENERATION and not _is_of_a_watch(frame.scope) for frame in frames_here())
 
 
-def _has_another_in(stage: LiveStage) -> bool:
+def _has_another_in(own: LiveStage) -> bool:
     """Whether the host has opened a generation of its own inside this one."""
-    innermost = next((frame for frame in frames_here() if frame.scope.name == GENERATION), None)
-    return innermost is not None and not stage.is_of(innermost.scope)
+    for frame in frames_here():
+        if own.is_of(frame.scope):
+            return False
+        if frame.scope.name == GENERATION and not _is_of_a_watch(frame.scope):
+            return True
+    return False
 
 
-def _is_counted_by_host(own: OwnGeneration | None) -> bool:
+def _is_of_a_watch(scope: Scope) -> bool:
+    """Whether a watch has opened it in this context: another one around this, too."""
+    return any(stage.is_of(scope) for stack in STACKS.get() for _, stage in stack.open)
+
+
+def _is_counted_by_host() -> bool:
     """Whether the host records this loop itself: it has a denoising of its own open here, or a step."""
     frame = CURRENT.get()
     while frame is not None:
         scope = frame.scope
-        if frame.is_open and (scope.in_step or scope.name == DENOISING) and not (own and own.has(scope)):
+        if frame.is_open and (scope.in_step or scope.name == DENOISING) and not _is_of_a_watch(scope):
             return True
         frame = frame.outer
     return False

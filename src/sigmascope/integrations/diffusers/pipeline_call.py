@@ -179,6 +179,7 @@ class CallObserver(Observer):
         seen_in_call: SeenInCall,
         states: list[str],
         why_not: str | None,
+        switches: Mapping[str, str] | None = None,
     ) -> None:
         """Put the recipe on the call's stage.
 
@@ -188,6 +189,7 @@ class CallObserver(Observer):
             seen_in_call: Of the call.
             states: Of the generators, before the call.
             why_not: Why no weights are read; None: they are.
+            switches: PyTorch's, as they were in the call; None: as they are.
         """
         read, arguments = self.guard.read, seen_in_call.arguments
         others = read("watch.recipe", lambda: other_arguments(arguments))
@@ -195,7 +197,7 @@ class CallObserver(Observer):
             seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
             loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
             models = read("watch.recipe", lambda: models_of(pipeline, why_not, seen))
-            surroundings = read("watch.recipe", lambda: surroundings_of(pipeline))
+            surroundings = read("watch.recipe", lambda: surroundings_of(pipeline, switches))
         given = read("watch.recipe", lambda: given_arguments(arguments)) or Given({}, {}, {})
         tensors = {
             name: begin_combined_fingerprint({str(place): tensor for place, tensor in enumerate(held)})

@@ -70,13 +70,20 @@ _SWITCHES: Final[Mapping[str, Callable[[], object]]] = {
 }
 
 
-def surroundings_of(pipeline: object) -> dict[str, str]:
-    """What decides the output of a call of this pipeline just now, by name. Never raises; what cannot be read is left out."""
-    found: dict[str, str] = {}
-    for name, read in _SWITCHES.items():
-        reading = attempt(read)
-        if reading.reason is None:
-            found[name] = _short(reading.value)
+def switches_now() -> dict[str, str]:
+    """PyTorch's switches in this context, by name. Never raises; what cannot be read is left out."""
+    readings = {name: attempt(read) for name, read in _SWITCHES.items()}
+    return {name: _short(reading.value) for name, reading in readings.items() if reading.reason is None}
+
+
+def surroundings_of(pipeline: object, switches: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What decides the output of a call of this pipeline, by name. Never raises; what cannot be read is left out.
+
+    Args:
+        pipeline: What was called.
+        switches: As they were in the call (`switches_now`), where they may be others by now; None: as they are.
+    """
+    found = dict(switches_now() if switches is None else switches)
     found |= {name: _short(value) for name in ENVIRONMENT if (value := os.environ.get(name)) is not None}
     models = attempt(lambda: models_in(pipeline)).value or {}
     found["train mode"] = (

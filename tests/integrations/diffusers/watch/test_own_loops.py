@@ -422,3 +422,47 @@ def test_a_loop_that_the_host_records_itself_stays_the_hosts() -> None:
                 with sigmascope.step():
                     x = x - 0.1 * model(x, torch.full((1,), t))
         assert [(s.name, len(s.steps)) for s in watching.record().walk()] == [(name, 4)]
+
+
+def test_a_watch_within_a_watch_sees_the_loop_as_the_outer_one_does(parts: Any) -> None:
+    with sigmascope.watch() as outer:
+        with sigmascope.watch() as inner:
+            by_hand(parts)
+        by_hand(parts, 2)
+    stages = ["text_encoding", "model_sampling", "denoising {}", "latent_decoding"]
+    seen = [[outline(stage) for stage in run.stages] for run in (inner, outer)]
+    three, two = ([name.format(steps) for name in stages] for steps in (3, 2))
+    assert seen == [[three], [three, two]]
+
+
+def test_the_recipe_has_the_switches_that_held_in_the_loop() -> None:
+    """A loop without a VAE is known to be over when `no_grad` and autocast are."""
+    model = Plain().eval()
+    with sigmascope.watch() as run:
+        with torch.autocast("cpu", torch.bfloat16):
+            ddpm(model)
+        for step in range(3):
+            model(torch.ones(2, 3, 8, 8), torch.full((2,), step))
+    switches = [stage.facts["recipe"]["surroundings"] for stage in run.stages]
+    assert [(held["autocast"], held["gradients"]) for held in switches] == [
+        ("cpu bfloat16", "False"),
+        ("off", "True"),
+    ]
+
+
+@torch.no_grad()
+def flow(model: nn.Module, steps: int) -> Tensor:
+    """Lipman et al. 2023: time runs from the noise at 0 to the picture at 1."""
+    x = torch.ones(1, 3, 8, 8)
+    for step in range(steps):
+        x = x + model(x, torch.tensor([step / steps])) / steps
+    return x
+
+
+@pytest.mark.parametrize("way", [ddpm, flow])
+def test_a_loop_after_one_of_another_length_is_another_generation(way: Callable[..., Tensor]) -> None:
+    model = Plain()
+    with sigmascope.watch() as run:
+        for steps in (4, 3, 5):
+            way(model, steps)
+    assert [outline(stage) for stage in run.stages] == [[f"denoising {steps}"] for steps in (4, 3, 5)]
