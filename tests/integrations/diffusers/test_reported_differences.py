@@ -12,9 +12,9 @@ from sigmascope.analysis.what_changed import what_changed
 from sigmascope.records.run import Run
 
 
-def watched(pipe: Any, **call: Any) -> Run:
+def watched(pipe: Any, family: str = "sd15", **call: Any) -> Run:
     with sigmascope.watch(pipe) as watching:
-        generate(pipe, "sd15", **call)
+        generate(pipe, family, **call)
     return watching.record()
 
 
@@ -86,3 +86,25 @@ def test_attention_of_another_kind(pipe: Any) -> None:
     assert "attention processors AttnProcessor2_0 → SlicedAttnProcessor" in first_sentence(
         watched(pipe), before
     )
+
+
+def test_a_generator_that_goes_on_from_its_last_picture(pipe: Any) -> None:
+    """diffusers 4055: the exact same call twice, with one generator that was seeded once."""
+    generator, sides = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        with sigmascope.watch(pipe) as watching, torch.no_grad():
+            pipe("hello", num_inference_steps=1, height=32, width=32, generator=generator, output_type="pt")
+        sides.append(watching.record())
+    assert "generator state " in first_sentence(sides[1], sides[0])
+
+
+def test_embeddings_that_stay_when_they_are_unloaded() -> None:
+    """diffusers 6974: `unload_textual_inversion` takes the tokens off the first tokenizer and text encoder alone."""
+    pipe = make_pipeline("sdxl")
+    before = watched(pipe, "sdxl")
+    for number in ("", "_2"):
+        encoder, tokenizer = (getattr(pipe, f"{part}{number}") for part in ("text_encoder", "tokenizer"))
+        learned = torch.ones(encoder.get_input_embeddings().weight.shape[1])
+        pipe.load_textual_inversion(learned, token="<s0>", text_encoder=encoder, tokenizer=tokenizer)
+    pipe.unload_textual_inversion()
+    assert "text_encoder_2 weights " in first_sentence(watched(pipe, "sdxl"), before)

@@ -466,3 +466,29 @@ def test_a_loop_after_one_of_another_length_is_another_generation(way: Callable[
         for steps in (4, 3, 5):
             way(model, steps)
     assert [outline(stage) for stage in run.stages] == [[f"denoising {steps}"] for steps in (4, 3, 5)]
+
+
+@torch.no_grad()
+def repaint(parts: Any) -> None:
+    """Lugmayr et al. 2022: the schedule jumps back to noisier steps, and past its end once more."""
+    from diffusers import RePaintScheduler
+
+    scheduler, x = RePaintScheduler(), torch.ones(1, 4, 8, 8)
+    text, generator = parts.encode_prompt("a fox", "cpu", 1, False)[0], torch.Generator().manual_seed(0)
+    scheduler.set_timesteps(4, jump_length=2, jump_n_sample=2)
+    last = scheduler.timesteps[0] + 1
+    for timestep in scheduler.timesteps:
+        if timestep < last:
+            noise = parts.unet(x, timestep, encoder_hidden_states=text).sample
+            x = scheduler.step(noise, timestep, x, x, torch.ones_like(x), generator).prev_sample
+        else:
+            x = scheduler.undo_step(x, last, generator)
+        last = timestep
+
+
+def test_a_schedule_that_jumps_back_is_one_generation(parts: Any) -> None:
+    with sigmascope.watch() as run:
+        repaint(parts)
+    assert [[name.split()[0] for name in outline(stage)] for stage in run.stages] == [
+        ["model_sampling", "denoising"]
+    ]
