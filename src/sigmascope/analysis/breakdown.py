@@ -265,12 +265,19 @@ def _outside_stages(run: Run) -> list[TimeShare]:
         spans.append((run.folded.first_at_seconds, run.folded.last_at_seconds))
         outermost = [sums.seconds for path, sums in run.folded.stages.items() if "/" not in path]
         folded_seconds = run.folded.last_at_seconds - run.folded.first_at_seconds - sum(outermost)
-    spans = sorted((max(0.0, start), min(end, run.seconds)) for start, end in spans if end > start)
+    whole = sum(end - start for start, end in spans if end > start)
+    spans = sorted(
+        (min(max(start, 0.0), run.seconds), min(max(end, 0.0), run.seconds))
+        for start, end in spans
+        if end > start
+    )
+    elsewhere = whole - sum(end - start for start, end in spans)  # where the clock jumped
     end = spans[0][0] if spans else run.seconds
     before, between = end, max(folded_seconds, 0.0)
     for started, ended in spans:
         between += max(started - end, 0.0)
         end = max(end, ended)
+    between = max(between - elsewhere, 0.0)
     after = max(run.seconds - end, 0.0) if spans else 0.0
     own_before, own_later = _own_seconds(run)
     own_before, own_later = min(own_before, before), min(own_later, between + after)

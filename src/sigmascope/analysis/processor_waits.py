@@ -85,7 +85,7 @@ def _cause(wait: _Wait, others: float | None) -> tuple[str, str]:
             "Raise the container's limit (docker run --cpus, resources.limits.cpu), or use fewer threads (OMP_NUM_THREADS).",
         )
     if others is None or others > BUSY:
-        share = "" if others is None else f", which used {100 * others:.0f} % of them"
+        share = "" if others is None else f", which used {100 * others:.0f} % of the processors"
         return f"other programs{share}", "Its times tell of a busy machine: measure again when it is idle."
     return (
         "its own threads held each other back, no other program did",

@@ -33,7 +33,7 @@ from sigmascope.analysis.breakdown import (
 )
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of
-from sigmascope.analysis.run_figures import known, percentile, step_seconds
+from sigmascope.analysis.run_figures import GENERATION, known, percentile, step_seconds
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import PROCESS, SYSTEM, readable_curves
@@ -189,6 +189,7 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         "damage": list(islice(impossible_times(run), 5)),
         "folded": None if run.folded is None else folded_in_words(run.folded),
         "timeline": _timeline(run),
+        "series": _series(run),
         "steps": list(islice(_steps(run.stages), _MOST_STEP_CHARTS)),
         "peaks": list(_peaks(run)),
         "loras": [
@@ -359,6 +360,23 @@ def _curves(run: Run, axis: _Axis) -> Iterator[dict[str, Any]]:
         }
 
 
+def _series(run: Run) -> dict[str, Any] | None:
+    """A bar for each generation of a run, if there are enough to see how they go on."""
+    timed = [stage.seconds for stage in run.stages if stage.name == GENERATION and is_duration(stage.seconds)]
+    if len(timed) < _FEWEST_FOR_A_CHART or max(timed) <= 0:
+        return None
+    return {
+        "count": len(timed),
+        "median": seconds(median(timed)),
+        "slowest": seconds(max(timed)),
+        "slowest_number": timed.index(max(timed)) + 1,
+        "bars": [
+            {"height": 100 * value / max(timed), "about": about}
+            for value, about in _binned(timed, "generation")
+        ],
+    }
+
+
 def _steps(stages: Sequence[Stage], around: str = "") -> Iterator[dict[str, Any]]:
     """A chart for each stage with steps enough to see something in it; stages around them are numbered if they recur."""
     counts, passed = Counter(stage.name for stage in stages), Counter[str]()
@@ -397,12 +415,13 @@ def _steps_view(stage: Stage) -> dict[str, Any]:
     }
 
 
-def _binned(timed: Sequence[float]) -> Iterator[tuple[float, str]]:
-    """A bar a step; of more steps than there is room for, the slowest of several neighbours."""
+def _binned(timed: Sequence[float], what: str = "step") -> Iterator[tuple[float, str]]:
+    """A bar a step, or whatever is timed; of more than there is room for, the slowest of several neighbours."""
     size = math.ceil(len(timed) / _MOST_BARS)
     for start in range(0, len(timed), size):
         part = timed[start : start + size]
-        numbers = f"step {start + 1}" if size == 1 else f"steps {start + 1}-{start + len(part)}, the slowest"
+        several = f"{what}s {start + 1}-{start + len(part)}, the slowest"
+        numbers = f"{what} {start + 1}" if size == 1 else several
         yield max(part), f"{numbers}: {seconds(max(part))}"
 
 

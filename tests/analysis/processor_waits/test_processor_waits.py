@@ -30,7 +30,7 @@ def waiting(
     [
         (
             waiting(waited=24.8, others_cpu_share=0.92),
-            "The run waited for a processor for 91 % of 27.30 s: other programs, which used 92 % of them. ",
+            "The run waited for a processor for 91 % of 27.30 s: other programs, which used 92 % of the processors. ",
         ),
         (waiting(waited=24.8), "The run waited for a processor for 91 % of 27.30 s: other programs. "),
         (
@@ -43,7 +43,7 @@ def waiting(
         ),
         (
             waiting(waited=4.0, of_stage=9.0, others_cpu_share=0.4),
-            "denoising waited for a processor for 34 % of 26.80 s: other programs, which used 40 % of them. ",
+            "denoising waited for a processor for 34 % of 26.80 s: other programs, which used 40 % of the processors. ",
         ),
     ],
     ids=["others", "nobody knows who", "its own threads", "a quota", "a stage"],
@@ -58,7 +58,7 @@ def test_stages_tell_for_a_run_that_has_no_figures_of_its_own() -> None:
     made = replace(made, facts={"others_cpu_share": 0.5})
     said = headline(replace(made, findings=diagnose(made)))
     assert said.startswith(
-        "The run waited for a processor for 73 % of 27.30 s: other programs, which used 50 % of them. "
+        "The run waited for a processor for 73 % of 27.30 s: other programs, which used 50 % of the processors. "
     )
 
 

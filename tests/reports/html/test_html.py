@@ -318,3 +318,25 @@ def test_a_clock_that_jumped_breaks_neither_the_timeline_nor_the_sentence(stage:
     assert "nan%" not in page
     assert 'width="-' not in page
     assert headline(run)
+
+
+def test_generations_of_a_series_are_bars_of_one_chart() -> None:
+    """Each has a chart of its steps on a scale of its own, which hides that they creep up."""
+    lasted = (2.0, 3.0, 4.0, 8.0)
+    stages = tuple(Stage("generation", 10.0 * place, taken) for place, taken in enumerate(lasted))
+    html = to_html(replace(RUN, seconds=40.0, stages=stages))
+    chart = html.partition("One generation after another")[2].partition("</svg>")[0]
+    assert "4 generations: median 3.50 s, the slowest 8.00 s (generation 4)" in chart
+    assert re.findall(r'height="([0-9.]+)"><title>(.*?)</title>', chart) == [
+        ("25.00", "generation 1: 2.00 s"),
+        ("37.50", "generation 2: 3.00 s"),
+        ("50.00", "generation 3: 4.00 s"),
+        ("100.00", "generation 4: 8.00 s"),
+    ]
+    assert "One generation after another" not in to_html(replace(RUN, stages=stages[:3]))
+
+
+def test_a_time_that_cannot_be_is_not_told_as_one() -> None:
+    html = to_html(replace(RUN, seconds=-5.0))
+    assert "its time is not recorded" in html
+    assert "took -" not in html
