@@ -1,7 +1,7 @@
 """`sigmascope comfyui install`, `uninstall` and `status`: the loader in a ComfyUI, and what it can see there."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.text import Text
@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from sigmascope.integrations.comfyui.node_pack import PackStatus
 
 app = typer.Typer()
+_MARKS: Final = {True: ("fits  ", "green"), False: ("off   ", "yellow"), None: ("?     ", "dim")}
+"""Of an instrument, by whether it fits."""
 ComfyFolder = Annotated[
-    Path, typer.Argument(metavar="PATH", help="ComfyUI's folder, with main.py.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="PATH",
+        help="ComfyUI's folder, with main.py, or the one that it is started on with --base-directory.",
+        show_default=False,
+    ),
 ]
 
 
@@ -56,7 +63,8 @@ def _print_status(console: Console, known: "PackStatus") -> None:
         Text(printable(f"ComfyUI {known['comfyui'] or 'of unknown version'}: {installed}"), style="bold")
     )
     for part in known["instruments"]:
-        mark = Text("fits  ", style="green") if part["fits"] else Text("off   ", style="yellow")
+        words, style = _MARKS[part["fits"]]
+        mark = Text(words, style=style)
         line = f"{part['name']}: {part['gives']}" + ("" if part["fits"] else f" ({part['why_not']})")
         console.print(mark.append(printable(line)))
         if part["last_start"] not in (None, "on"):

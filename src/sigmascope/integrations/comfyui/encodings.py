@@ -10,8 +10,9 @@ from typing import Any, Final, NamedTuple
 
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import output_data
-from sigmascope.integrations.comfyui.recording import TEXTS, NodeWatch, PromptRecording
+from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
+from sigmascope.integrations.comfyui.texts import is_prompt
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
 from sigmascope.probes.reading import attempt
 from sigmascope.probes.tensors import as_tensor
@@ -36,6 +37,14 @@ class _Encoded(NamedTuple):
     texts: dict[str, str]
 
 
+class _Made:
+    """What a prompt's text encoders and VAEs made."""
+
+    def __init__(self) -> None:
+        self.encoded: list[_Encoded] = []
+        self.coded: list[tuple[NodeWatch, Callable[[], Any]]] = []
+
+
 class Encodings(Instrument):
     """Wraps `execution.get_output_data`."""
 
@@ -45,14 +54,7 @@ class Encodings(Instrument):
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        self._encoded: list[_Encoded] = []
-        self._coded: list[tuple[NodeWatch, Callable[[], Any]]] = []
         self.wraps.append(Wrap(self.needs[0], self, after=self._outputs))
-
-    def stop(self, reason: str | None = "it was taken off") -> None:
-        """See `Instrument`."""
-        self._encoded, self._coded = [], []
-        super().stop(reason)
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         inputs = call.get("input_data_all")
@@ -60,8 +62,9 @@ class Encodings(Instrument):
             return
         prompt = self.session.prompt_of(call.get("prompt_id"))
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
-        if node is None or error is not None or not isinstance(result, tuple):
+        if prompt is None or node is None or error is not None or not isinstance(result, tuple):
             return
+        made = prompt.until_the_end(self.name, _Made)
         first = {name: first_of(value) for name, value in inputs.items()}
         kinds = getattr(call.get("obj"), "RETURN_TYPES", ())
         outputs = {str(kind): first_of(values) for kind, values in zip(kinds, result[0] or (), strict=False)}
@@ -71,23 +74,24 @@ class Encodings(Instrument):
             encoders = attempt(lambda: find_encoders(clip)).value or ()
             facts = conditioning_facts(conditioning, encoders, False, reason)
             node.facts[TEXT_ENCODING] = {"conditioning": facts, "prompts": {}}
-            texts = {name: value for name, value in first.items() if name in TEXTS and isinstance(value, str)}
-            self._encoded.append(_Encoded(node, weakref.ref(clip), texts))
+            texts = {name: value for name, value in first.items() if isinstance(value, str)}
+            made.encoded.append(_Encoded(node, weakref.ref(clip), texts))
         if vae is not None and not outputs.keys().isdisjoint({"LATENT", "IMAGE"}):
             node.facts[VAE] = {"tensors": dict(_shapes([*first.values(), *outputs.values()]))}
-            self._coded.append((node, weakref.ref(vae)))
+            made.coded.append((node, weakref.ref(vae)))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """See `Instrument`."""
-        encoded, coded = self._encoded, self._coded
-        self._encoded, self._coded = [], []
-        for node, reference in coded:
+        made = prompt.until_the_end(self.name, _Made)
+        for node, reference in made.coded:
             node.facts[VAE]["vae"] = vae_dict(vae_facts(reference()))
-        for one in encoded:
+        for one in made.encoded:
             if (clip := one.clip()) is not None:
                 tokenizers = attempt(partial(find_tokenizers, clip)).value or {}
                 prompts = one.node.facts[TEXT_ENCODING]["prompts"]
                 for name, text in one.texts.items():
+                    if not is_prompt(one.node.class_type, name):
+                        continue
                     counts, reason = count_tokens(text, tokenizers, None)
                     prompts[name] = prompt_facts(text, counts, reason, prompt.privacy)
 

@@ -44,7 +44,7 @@ class Files(Instrument):
         self, parameter: str, call: Call, began: float, _result: object, error: BaseException | None
     ) -> None:
         took = time.perf_counter() - began
-        prompt, node, path = self.session.prompt, self.node_here(), Path(str(call.get(parameter)))
+        prompt, node, path = self.prompt_here(), self.node_here(), Path(str(call.get(parameter)))
         self._was_read.add(path.name)
         if prompt is None:
             return

@@ -39,6 +39,21 @@ class _Model(NamedTuple):
     is_text: bool
 
 
+class _Seen:
+    """Of one prompt, by ComfyUI's mark of each hook.
+
+    Attributes:
+        made: The LoRAs of its nodes.
+        models: Those that got the hook: of the text encoder or not.
+        changed: Whether each weight was another one than before, on its device; None: that cannot be asked.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[_Made] = []
+        self.models: dict[object, dict[bool, _Model]] = {}
+        self.changed: dict[tuple[object, bool], dict[str, Tensor | None]] = {}
+
+
 class HookLora(Instrument):
     """Wraps two methods of `comfy.model_patcher.ModelPatcher`, and `execution.get_output_data`."""
 
@@ -57,39 +72,29 @@ class HookLora(Instrument):
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        self._forget()
         self.wraps.append(Wrap(self.needs[0], self, before=self._registers))
         self.wraps.append(Wrap(self.needs[1], self, after=self._merged))
         self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
 
-    def _forget(self) -> None:
-        self._made: list[_Made] = []
-        self._models: dict[object, dict[bool, _Model]] = {}
-        self._changed: dict[tuple[object, bool], dict[str, Tensor | None]] = {}
-
-    def stop(self, reason: str | None = "it was taken off") -> None:
-        """See `Instrument`."""
-        self._forget()
-        super().stop(reason)
-
     def _registers(self, call: Call) -> None:
         """A model that is about to sample, or to encode, gets the hooks of its conditioning."""
-        patcher = call.get("self")
-        if self.session.prompt is not None:
-            is_text = bool(patcher.is_clip)
+        patcher, prompt = call.get("self"), self.prompt_here()
+        if prompt is not None:
+            is_text, models = bool(patcher.is_clip), self._seen_in(prompt).models
             for hook in call.get("hooks").hooks:
-                self._models.setdefault(hook.hook_ref, {})[is_text] = _Model(weakref.ref(patcher), is_text)
+                models.setdefault(hook.hook_ref, {})[is_text] = _Model(weakref.ref(patcher), is_text)
 
     def _merged(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
         """A weight was changed by hooks. What each of several hooks gave to one weight is not told apart."""
-        key, patcher = call.get("key"), call.get("self")
-        if self.session.prompt is None or error is not None or key not in call.get("combined_patches"):
+        key, patcher, prompt = call.get("key"), call.get("self"), self.prompt_here()
+        if prompt is None or error is not None or key not in call.get("combined_patches"):
             return
+        all_changed = self._seen_in(prompt).changed
         kept, now = patcher.hook_backup[key][0], patcher.model.get_parameter(key)
         changed = (kept != now.detach()).any() if kept.device == now.device else None
         for hook, keys in patcher.hook_patches.items():
             if key in keys:
-                self._changed.setdefault((hook, bool(patcher.is_clip)), {})[key] = changed
+                all_changed.setdefault((hook, bool(patcher.is_clip)), {})[key] = changed
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         inputs = call.get("input_data_all")
@@ -97,28 +102,31 @@ class HookLora(Instrument):
             return
         prompt = self.session.prompt_of(call.get("prompt_id"))
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
-        if node is None or error is not None or "HOOKS" not in getattr(call.get("obj"), "RETURN_TYPES", ()):
+        is_hook = "HOOKS" in getattr(call.get("obj"), "RETURN_TYPES", ())
+        if prompt is None or node is None or error is not None or not is_hook:
             return
         name = first_of(inputs.get("lora_name"))
         strengths = [first_of(inputs.get(f"strength_{part}")) or 0.0 for part in ("model", "clip")]
         group = first_of(result[0][0]) if any(strengths) else None
         hook = None if group is None else group.hooks[-1].hook_ref
-        self._made.append(_Made(node, str(name), path_of(name), hook))
+        self._seen_in(prompt).made.append(_Made(node, str(name), path_of(name), hook))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's nodes that make hooks."""
-        made = self._made
-        for one in made:
-            verdict = self._judge(one)
+        seen = self._seen_in(prompt)
+        for one in seen.made:
+            verdict = self._judge(one, seen)
             verdict["says"] = f"{one.name}: {in_words(verdict)}"
             one.node.add(VERDICTS, {"lora": one.name, **verdict})
-        self._forget()
 
-    def _judge(self, one: _Made) -> dict[str, Any]:
+    def _seen_in(self, prompt: PromptRecording) -> _Seen:
+        return prompt.until_the_end(self.name, _Seen)
+
+    def _judge(self, one: _Made, seen: _Seen) -> dict[str, Any]:
         verdict: dict[str, Any] = {
             "effective": False, "reason": None, "modules_used": None, "modules": None, "why": None,
         }  # fmt: skip
-        known = self._models.get(one.hook, {})
+        known = seen.models.get(one.hook, {})
         if one.hook is None or not known:
             return {**verdict, "modules_used": 0, "why": _ZERO if one.hook is None else _NOT_TAKEN}
         models = {is_text: model.patcher() for is_text, model in known.items()}
@@ -129,7 +137,7 @@ class HookLora(Instrument):
         changed: set[str] = set()
         was_in_force = False
         for is_text in models:
-            looks = self._changed.get((one.hook, is_text), {})
+            looks = seen.changed.get((one.hook, is_text), {})
             if any(look is None for look in looks.values()):
                 return {**verdict, "effective": None, "reason": _ELSEWHERE}
             was_in_force = was_in_force or bool(looks)

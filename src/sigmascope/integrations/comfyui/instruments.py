@@ -49,10 +49,10 @@ class Watched(Protocol):
 
     @property
     def prompt(self) -> PromptRecording | None:
-        """The prompt that runs."""
+        """The prompt that runs; of several, the one that began last."""
 
     def prompt_of(self, prompt_id: object) -> PromptRecording | None:
-        """The prompt that runs, if it is this one."""
+        """The prompt of this id, if it runs."""
 
     def begin(self, prompt_id: str, graph: Any) -> None:
         """A prompt begins."""
@@ -61,10 +61,10 @@ class Watched(Protocol):
         """A prompt is over."""
 
     def finish(self) -> None:
-        """Make the record of the prompt that is over, if there is one."""
+        """Make the records of the prompts that are over."""
 
     def abandon(self) -> None:
-        """The prompt that runs is not recorded to its end."""
+        """The prompts that run are not recorded to their ends."""
 
 
 class Instrument:
@@ -142,12 +142,19 @@ class Instrument:
 
     def node_here(self) -> NodeWatch | None:
         """The node that runs in this context; where ComfyUI does not say, the one that started last."""
-        prompt = self.session.prompt
-        if prompt is None:
-            return None
+        prompt, node_id = self._here()
+        return None if prompt is None else prompt.node(node_id)
+
+    def prompt_here(self) -> PromptRecording | None:
+        """The prompt that runs in this context; where ComfyUI does not say, the one that began last."""
+        return self._here()[0]
+
+    def _here(self) -> tuple[PromptRecording | None, str | None]:
         utils = sys.modules.get("comfy_execution.utils")
         context = None if utils is None else utils.get_executing_context()
-        return prompt.node(None if context is None else context.node_id)
+        if context is None:
+            return self.session.prompt, None
+        return self.session.prompt_of(context.prompt_id), context.node_id
 
     def took(self, nanoseconds: int) -> None:
         """Know what a call of ours took."""

@@ -43,7 +43,7 @@ class Loading(Instrument):
     def _after(self, call: Call, known: Any, _result: object, error: BaseException | None) -> None:
         began, before = known
         took = time.perf_counter() - began
-        node, prompt = self.node_here(), self.session.prompt
+        node, prompt = self.node_here(), self.prompt_here()
         if node is None or prompt is None:
             return
         now = _on_devices()

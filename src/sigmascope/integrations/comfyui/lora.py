@@ -53,14 +53,8 @@ class Lora(Instrument):
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        self._applied: list[_Application] = []
         self.wraps.append(Wrap(self.needs[0], self, after=self._loaded))
         self.wraps.append(Wrap(self.needs[1], self, after=self._outputs))
-
-    def stop(self, reason: str | None = "it was taken off") -> None:
-        """See `Instrument`."""
-        self._applied = []
-        super().stop(reason)
 
     def _loaded(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         node = self.node_here()
@@ -87,14 +81,13 @@ class Lora(Instrument):
         }
         kept = {what: weakref.ref(model) for what, model in models.items() if model is not None}
         shown = name if isinstance(name, str) else "(unnamed)"
-        self._applied.append(
+        prompt.until_the_end(self.name, list[_Application]).append(
             _Application(node, kept, path_of(name), shown, _leads_nowhere(prompt, node, kinds))
         )
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's loader nodes."""
-        applied, self._applied = self._applied, []
-        for one in applied:
+        for one in prompt.until_the_end(self.name, list[_Application]):
             models = {what: reference() for what, reference in one.models.items()}
             if any(model is None for model in models.values()):
                 verdict: dict[str, Any] = {"effective": None, "reason": _GONE}

@@ -4,6 +4,7 @@ It holds a loader of a few lines and the description that ComfyUI-Manager reads.
 """
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
 from sigmascope.integrations.comfyui.instruments import kinds
-from sigmascope.integrations.comfyui.session import PATTERN, STATUS_FILE
+from sigmascope.integrations.comfyui.session import FOLDER, PATTERN, STATUS_FILE
 
 _NAME: Final = "sigmascope"
 _MARK: Final = "# Written by sigmascope comfyui install."
@@ -42,15 +43,16 @@ dependencies = ["sigmascope"]
 PublisherId = "sigmascope"
 DisplayName = "Sigmascope"
 """
+_NO_SOURCE: Final = "ComfyUI's source is not in this folder"
 _FILES: Final = {"__init__.py": _LOADER, "pyproject.toml": _DESCRIPTION}
 
 
 class PartStatus(TypedDict):
-    """Whether an instrument fits a ComfyUI, by its source, and how it was at the last start."""
+    """Whether an instrument fits a ComfyUI, by its source if that is there, and how it was at the last start."""
 
     name: str
     gives: str
-    fits: bool
+    fits: bool | None
     why_not: str | None
     last_start: str | None
 
@@ -71,7 +73,7 @@ def install(path: Path) -> Path:
     """Put the folder there; one of ours that is there is renewed.
 
     Args:
-        path: ComfyUI's folder, with `main.py`.
+        path: ComfyUI's folder, with `main.py`, or the one that it is started on with `--base-directory`.
 
     Returns:
         The pack's folder.
@@ -126,19 +128,21 @@ def status(path: Path) -> PackStatus:
         ConfigError: That is no ComfyUI.
     """
     pack = _pack_of(path)
-    records = path / "user" / "sigmascope"
-    last = _last_start(records)
+    records = Path(os.environ.get(FOLDER) or path / "user" / "sigmascope")
+    last, has_source = _last_start(records), _has_source(path)
     by_name = {part.get("name"): part for part in (last or {}).get("instruments", ())}
     parts: list[PartStatus] = []
     for kind in kinds():
-        why_not = next((fault for need in kind.needs if (fault := need.fault_in(path)) is not None), None)
+        why_not = _NO_SOURCE
+        if has_source:
+            why_not = next((fault for need in kind.needs if (fault := need.fault_in(path)) is not None), None)
         known = by_name.get(kind.name, {})
         state, reason = known.get("state"), known.get("reason")
         parts.append(
             {
                 "name": kind.name,
                 "gives": kind.gives,
-                "fits": why_not is None,
+                "fits": why_not is None if has_source else None,
                 "why_not": why_not,
                 "last_start": f"{state}: {reason}" if state and reason else state,
             }
@@ -155,12 +159,17 @@ def status(path: Path) -> PackStatus:
 
 
 def _pack_of(path: Path) -> Path:
-    if not (path / "main.py").is_file() or not (path / "comfy").is_dir():
+    is_base = (path / "custom_nodes").is_dir() and (path / "models").is_dir()
+    if not _has_source(path) and not is_base:
         raise ConfigError(
             f"{path} is no ComfyUI: it has no main.py or no folder comfy.",
-            hint="Name the folder that main.py lies in.",
+            hint="Name the folder that main.py lies in, or the one that ComfyUI is started on with --base-directory.",
         )
     return path / "custom_nodes" / _NAME
+
+
+def _has_source(path: Path) -> bool:
+    return (path / "main.py").is_file() and (path / "comfy").is_dir()
 
 
 def _is_ours(pack: Path) -> bool:

@@ -21,10 +21,11 @@ def parts_of_line(run: Run) -> Iterator[str]:
     """What the line consists of; the first is the prompt's time."""
     facts, nodes = run.facts[COMFYUI], [stage for stage in run.walk() if NODE in stage.facts]
     yield seconds(run.seconds)
-    own = Counter[str]()
+    own, inside = Counter[str](), Counter[str | None]()
     for stage in nodes:
-        inside = sum(child.seconds for child in stage.children if NODE in child.facts)
-        own[stage.name] += max(0.0, stage.seconds - inside)  # type: ignore[assignment]
+        inside[stage.facts[NODE]["parent"]] += stage.seconds  # type: ignore[assignment]
+    for stage in nodes:
+        own[stage.name] += max(0.0, stage.seconds - inside[stage.facts[NODE]["id"]])  # type: ignore[assignment]
     if own:
         name, longest = own.most_common(1)[0]
         if longest >= _LEAST_SHARE * run.seconds:

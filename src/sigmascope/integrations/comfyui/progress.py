@@ -49,7 +49,7 @@ class Progress(Instrument):
         return super().fault()
 
     def _moves(self, call: Call) -> None:
-        prompt, node = self.session.prompt, self.node_here()
+        prompt, node = self.prompt_here(), self.node_here()
         if prompt is not None and node is not None:
             bar, total = call.arguments[0], call.get("total")
             maximum = bar.total if total is None else total

@@ -5,13 +5,15 @@ expanded into; these lie inside it. A stage is opened in a context of its own, s
 host's.
 """
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import Context
 from dataclasses import asdict
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from sigmascope.integrations.comfyui.sampling import SAMPLING, call_facts
+from sigmascope.integrations.comfyui.texts import is_prompt
 from sigmascope.monitor.recorder import LiveStage, Recorder, Step
 from sigmascope.records.prompts import PromptPrivacy, privacy_of, stored_prompts
 from sigmascope.records.run import Run
@@ -21,12 +23,11 @@ COMFYUI: Final = "comfyui"
 NODE: Final = "node"
 """The fact of a stage that says which node it was."""
 NodeState = Literal["run", "cached", "error", "interrupted", "not run"]
-TEXTS: Final = frozenset(
-    {"text", "prompt", "text_g", "text_l", "clip_l", "clip_g", "t5xxl", "positive_prompt", "negative_prompt"}
-)
-"""Inputs whose text is a prompt."""
+T = TypeVar("T")
 _SEVERAL_AT_ONCE: Final = "ComfyUI told of several steps at once: some steps are the sum of several"
 _NO_END: Final = "no end of the node was seen"
+_DEEPEST: Final = 20
+"""Nodes that expand within each other, as loops do, lie in each other so deep at most; deeper ones lie side by side."""
 
 
 class NodeWatch:
@@ -40,6 +41,8 @@ class NodeWatch:
         facts: What instruments say of it, by the name of the fact.
         is_sampler: Whether its steps are sampling steps.
         step: What times its sampling steps, one after the other; None: there was none yet.
+        room: The context in which nodes are opened that it expands into.
+        depth: How many nodes it came from, one from the other.
         is_in_step: Whether time counts for a step now.
         seen_steps: Sampling steps that have ended.
         last_tick: Where the sampler's bar stood last.
@@ -48,6 +51,7 @@ class NodeWatch:
     def __init__(self, id: str, class_type: str, stage: LiveStage, context: Context) -> None:
         self.id, self.class_type = id, class_type
         self.stage, self.context = stage, context
+        self.room, self.depth = context, 0
         self.state: NodeState = "run"
         self.ended_ns: int | None = None
         self.facts: dict[str, Any] = {}
@@ -74,6 +78,7 @@ class PromptRecording:
         dynprompt: ComfyUI's own view of the graph, with expanded nodes; None: not seen.
         nodes: Those that ran, in the order of their starts.
         facts: What instruments say of the prompt as a whole.
+        lock: Held while a node or step begins or ends: nodes may move their bars on threads of their own.
     """
 
     def __init__(self, prompt_id: str, graph: Mapping[str, Any], privacy: PromptPrivacy = "full") -> None:
@@ -92,7 +97,15 @@ class PromptRecording:
         self._context.run(self.recorder.__enter__)
         self._stage = self.recorder.stage("generation")
         self._context.run(self._stage.__enter__)
-        self._last: NodeWatch | None = None
+        self._until_the_end: dict[str, Any] = {}
+        self.lock = threading.RLock()
+
+    def until_the_end(self, name: str, make: Callable[[], T]) -> T:
+        """What an instrument of this name keeps of this prompt until it is over; made where there is none yet."""
+        if name not in self._until_the_end:
+            self._until_the_end[name] = make()
+        kept: T = self._until_the_end[name]
+        return kept
 
     @property
     def started_ns(self) -> int:
@@ -110,20 +123,29 @@ class PromptRecording:
         """The node that runs under this id; of None the one that started last and is open."""
         if node_id is not None:
             return self.nodes.get(node_id)
-        return next((node for node in reversed(self.nodes.values()) if node.ended_ns is None), None)
+        # A copy, since a node's own thread may ask while the host's starts the next node.
+        return next((node for node in reversed(tuple(self.nodes.values())) if node.ended_ns is None), None)
 
     def started(self, node_id: str) -> None:
         """A node begins. A second time: its first start only asked which inputs it needs, and is no part of it."""
-        before = self.nodes.pop(node_id, None)
-        if before is not None:
-            self._close(before, None)
-            before.stage.dissolve()
+        with self.lock:
+            before = self.nodes.pop(node_id, None)
+            if before is not None:
+                self._close(before, None)
+                before.stage.dissolve()
+            self._start(node_id)
+
+    def _start(self, node_id: str) -> None:
         info = self.info(node_id)
         class_type = str(info.get("class_type", "unknown"))
         parent_id = None if self.dynprompt is None else self.dynprompt.get_parent_node_id(node_id)
-        parent = None if parent_id is None else self.nodes.get(parent_id)
-        context = (self._context if parent is None else parent.context).copy()
-        node = NodeWatch(node_id, class_type, self.recorder.stage(class_type), context)
+        around = None if parent_id is None else self.nodes.get(parent_id)
+        room = self._context if around is None else around.room
+        node = NodeWatch(node_id, class_type, self.recorder.stage(class_type), room.copy())
+        if around is not None:
+            node.depth = around.depth + 1
+        if node.depth >= _DEEPEST:
+            node.room = room
         node.facts[NODE] = {
             "id": node_id,
             "class_type": class_type,
@@ -131,16 +153,17 @@ class PromptRecording:
             "parent": parent_id,
         }
         self.nodes[node_id] = node
-        context.run(node.stage.__enter__)
+        node.context.run(node.stage.__enter__)
 
     def step_begins(self, node: NodeWatch) -> None:
         """From now on time counts for the sampler's next step; one that had begun is not counted."""
-        if node.ended_ns is None:
-            self._drop_step(node)
-            if node.step is None:
-                node.step = self.recorder.step()
-            node.context.run(node.step.__enter__)
-            node.is_in_step = True
+        with self.lock:
+            if node.ended_ns is None:
+                self._drop_step(node)
+                if node.step is None:
+                    node.step = self.recorder.step()
+                node.context.run(node.step.__enter__)
+                node.is_in_step = True
 
     def ticked(self, node: NodeWatch | None, value: int | float, maximum: int | float) -> None:
         """A node's own bar moved: a sampling step has ended, or something else of which only the count is kept."""
@@ -149,6 +172,10 @@ class PromptRecording:
         if not node.is_sampler:
             node.facts["progress"] = {"done": value, "of": maximum}
             return
+        with self.lock:
+            self._step_ended(node, value, maximum)
+
+    def _step_ended(self, node: NodeWatch, value: int | float, maximum: int | float) -> None:
         if value > node.last_tick + 1:
             node.stage.missing("steps", _SEVERAL_AT_ONCE)
         node.last_tick = value
@@ -161,12 +188,13 @@ class PromptRecording:
 
     def ended(self, node_id: str, error: BaseException | None = None) -> None:
         """A node has ended, well or by what it raised. Again does nothing."""
-        node = self.nodes.get(node_id)
-        if node is not None and node.ended_ns is None:
-            if error is not None:
-                interrupted = type(error).__name__ == "InterruptProcessingException"
-                node.state = "interrupted" if interrupted else "error"
-            self._close(node, error)
+        with self.lock:
+            node = self.nodes.get(node_id)
+            if node is not None and node.ended_ns is None:
+                if error is not None:
+                    interrupted = type(error).__name__ == "InterruptProcessingException"
+                    node.state = "interrupted" if interrupted else "error"
+                self._close(node, error)
 
     def _drop_step(self, node: NodeWatch) -> None:
         if node.is_in_step and node.step is not None:
@@ -181,10 +209,11 @@ class PromptRecording:
 
     def end(self, error: BaseException | None = None) -> None:
         """The prompt is over."""
-        for node in self.nodes.values():
-            if node.ended_ns is None:
-                node.stage.missing("end", _NO_END)
-                self._close(node, None)
+        with self.lock:
+            for node in self.nodes.values():
+                if node.ended_ns is None:
+                    node.stage.missing("end", _NO_END)
+                    self._close(node, None)
         failed = error or next((node for node in self.nodes.values() if node.state == "error"), None)
         kind = type(error) if isinstance(error, BaseException) else None
         self._context.run(self._stage.__exit__, kind, error, None)
@@ -227,7 +256,7 @@ class PromptRecording:
             f"{node_id} {name}": value
             for node_id in self.graph
             for name, value in (self.info(node_id).get("inputs") or {}).items()
-            if name in TEXTS and isinstance(value, str)
+            if isinstance(value, str) and is_prompt(str(self.info(node_id).get("class_type")), name)
         }
 
     def run(self) -> Run:

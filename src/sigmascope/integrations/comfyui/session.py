@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 from collections import deque
@@ -50,6 +51,9 @@ STATUS_FILE: Final = "status.json"
 """Beside the records: what the last start found."""
 PATTERN: Final = "sigmascope-prompt-*.json"
 """Of the records' files: sorted by name, they are sorted by time."""
+_COSTS: Final = "costs"
+_SHORT: Final = 8
+_NO_ID: Final = re.compile("[^A-Za-z0-9-]")
 _LAST_IN_MEMORY: Final = 20
 _LONGEST_WAIT_SECONDS: Final = 10.0
 
@@ -86,15 +90,14 @@ class Session:
         self.privacy: PromptPrivacy = privacy_of(privacy).name
         self.last: deque[Run] = deque(maxlen=_LAST_IN_MEMORY)
         self._guard = Guard(keeps_words=privacy_of(privacy).keeps_words)
-        self._prompt: PromptRecording | None = None
-        self._over: tuple[PromptRecording, int] | None = None
+        self._running: dict[str, PromptRecording] = {}
+        self._over: deque[tuple[PromptRecording, int]] = deque()
         self._earlier = Earlier()
         self._remembers = False
         self._work: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.prompts = 0
         self.listeners: list[Callable[[Run, Path | None], None]] = []
-        self._costs: dict[str, tuple[int, int]] = {}
         self.instruments: list[Instrument] = [kind(self) for kind in kinds()]
 
     def start(self) -> None:
@@ -114,10 +117,7 @@ class Session:
 
     def stop(self) -> None:
         """Take all of them off, and finish what is to be written. Raises nothing."""
-        try:
-            self.finish()
-        except Exception as failure:  # noqa: BLE001 - the rest is to be taken off all the same
-            _log.warning("sigmascope: a record was lost (%s)", describe(failure))
+        self.finish()
         for instrument in reversed(self.instruments):
             instrument.stop()
         thread = self._thread
@@ -128,36 +128,36 @@ class Session:
         finish()
 
     def prompt_of(self, prompt_id: object) -> PromptRecording | None:
-        """The prompt that runs, if it is this one."""
-        prompt = self._prompt
-        return prompt if prompt is not None and prompt.prompt_id == prompt_id else None
+        """The prompt of this id, if it runs."""
+        return self._running.get(str(prompt_id))
 
     @property
     def prompt(self) -> PromptRecording | None:
-        """The prompt that runs; None: none does."""
-        return self._prompt
+        """The prompt that runs; of several, as where a node runs another one, the one that began last."""
+        return next(reversed(self._running.values()), None)
 
     def begin(self, prompt_id: str, graph: Any) -> None:
         """A prompt begins."""
         self.finish()
-        self._prompt = PromptRecording(prompt_id, graph if isinstance(graph, Mapping) else {}, self.privacy)
-        self._costs = {one.name: (one.calls, one.nanoseconds) for one in self.instruments}
+        prompt = PromptRecording(prompt_id, graph if isinstance(graph, Mapping) else {}, self.privacy)
+        self._running[prompt_id] = prompt
+        prompt.until_the_end(_COSTS, self._costs)
         for instrument in self.instruments:
             instrument.attempt(instrument.at_the_beginning)
 
     def abandon(self) -> None:
-        """The prompt that runs is not recorded to its end."""
-        self._prompt = None
+        """The prompts that run are not recorded to their ends."""
+        self._running.clear()
 
     def end(self, prompt_id: str, messages: Iterable[Any], error: BaseException | None) -> None:
-        """A prompt is over. Its record is made by `finish`.
+        """A prompt is over. Its record is made by `finish`; where an error left ComfyUI, nobody waits, and it is made now.
 
         Args:
             prompt_id: ComfyUI's.
             messages: ComfyUI's status messages of it, each a name and a dict.
             error: What came out of ComfyUI itself, if anything did.
         """
-        prompt, self._prompt = self.prompt_of(prompt_id), None
+        prompt = self._running.pop(prompt_id, None)
         if prompt is None:
             return
         for name, values in messages:
@@ -166,32 +166,42 @@ class Session:
             elif name in ("execution_error", "execution_interrupted"):
                 prompt.facts["stopped_by"] = {"node": values.get("node_id"), "how": name}
         prompt.end(error)
-        self._over = prompt, threading.get_ident()
+        self._over.append((prompt, threading.get_ident()))
+        if error is not None:
+            self.finish()
 
     def finish(self) -> None:
-        """Make the record of the prompt that is over, if there is one. On another thread than the host's no device is asked."""
-        over, self._over = self._over, None
-        if over is None:
-            return
-        prompt, thread = over
-        if threading.get_ident() == thread:
+        """Make the records of the prompts that are over. On another thread than the host's no device is asked."""
+        while True:
+            try:
+                prompt, thread = self._over.popleft()
+            except IndexError:
+                return
+            try:
+                self._finish(prompt, asks_devices=threading.get_ident() == thread)
+            except Exception as failure:  # noqa: BLE001 - the next prompts are recorded all the same
+                _log.warning("sigmascope: a record was lost (%s)", describe(failure))
+
+    def _finish(self, prompt: PromptRecording, *, asks_devices: bool) -> None:
+        if asks_devices:
             for instrument in self.instruments:
                 instrument.attempt(partial(instrument.at_the_end, prompt))
         prompt.facts["version"] = version()
         self._earlier.compare(prompt, version())
-        prompt.facts["watch"] = self._own_cost()
+        before = prompt.until_the_end(_COSTS, self._costs)
+        prompt.facts["watch"] = {
+            name: {"calls": calls - before[name][0], "seconds": (nanoseconds - before[name][1]) / 1e9}
+            for name, (calls, nanoseconds) in self._costs().items()
+        }
         prompt.facts["instruments_off"] = {
             one.name: one.reason for one in self.instruments if not one.works and one.reason is not None
         }
         self.prompts += 1
         self._hand_over(prompt.run())
 
-    def _own_cost(self) -> dict[str, Any]:
-        costs = {}
-        for one in self.instruments:
-            calls, nanoseconds = self._costs.get(one.name, (0, 0))
-            costs[one.name] = {"calls": one.calls - calls, "seconds": (one.nanoseconds - nanoseconds) / 1e9}
-        return costs
+    def _costs(self) -> dict[str, tuple[int, int]]:
+        """By instrument, how often code of ours ran for it so far, and what that took in nanoseconds."""
+        return {one.name: (one.calls, one.nanoseconds) for one in self.instruments}
 
     def _hand_over(self, run: Run) -> None:
         self._begin_thread()
@@ -232,7 +242,7 @@ class Session:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             started = datetime.fromisoformat(run.started_at).strftime("%Y%m%d-%H%M%S-%f")
-            path = self.folder / f"sigmascope-prompt-{started}-{run.facts[COMFYUI]['prompt_id'][:8]}.json"
+            path = self.folder / f"sigmascope-prompt-{started}-{_short_id(run)}.json"
             run.save(path)
             with suppress(OSError):
                 for old in sorted(self.folder.glob(PATTERN))[:-KEPT]:
@@ -251,6 +261,11 @@ class Session:
             "records": None if self.folder is None else str(self.folder),
             "instruments": [instrument.status() for instrument in self.instruments],
         }
+
+
+def _short_id(run: Run) -> str:
+    """The beginning of ComfyUI's id, for a file's name: whoever posts a prompt may choose it."""
+    return _NO_ID.sub("_", run.facts[COMFYUI]["prompt_id"][:_SHORT])
 
 
 def version() -> str | None:

@@ -42,13 +42,7 @@ class Values(Instrument):
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        self._looks: list[_Look] = []
         self.wraps.append(Wrap(self.needs[0], self, after=self._outputs))
-
-    def stop(self, reason: str | None = "it was taken off") -> None:
-        """See `Instrument`."""
-        self._looks = []
-        super().stop(reason)
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         prompt = self.session.prompt_of(call.get("prompt_id"))
@@ -60,15 +54,16 @@ class Values(Instrument):
             or result[2]
         ):
             return  # of a node that expands, the outputs are those of its nodes
+        looks = prompt.until_the_end(self.name, list[_Look])
         outputs, kinds = result[0], getattr(call.get("obj"), "RETURN_TYPES", ())
         for slot, values in enumerate(outputs if isinstance(outputs, list) else ()):
             kind: Kind = _KINDS.get(str(kinds[slot]) if slot < len(kinds) else "", "other")
             for place, tensor in _tensors(values):
-                self._looks.append(_look(str(call.get("unique_id")), slot, kind, place, tensor))
+                looks.append(_look(str(call.get("unique_id")), slot, kind, place, tensor))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """See `Instrument`."""
-        looks, self._looks = self._looks, []
+        looks = prompt.until_the_end(self.name, list[_Look])
         constant: dict[tuple[str, int], bool] = {}
         odd: list[dict[str, Any]] = []
         for look in looks:

@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from sigmascope.integrations.comfyui.recording import COMFYUI, NODE, TEXTS, PromptRecording
-from sigmascope.records.prompts import HIDDEN, Privacy, privacy_of
+from sigmascope.integrations.comfyui.recording import COMFYUI, NODE, PromptRecording
+from sigmascope.integrations.comfyui.texts import is_choice
+from sigmascope.records.prompts import HIDDEN, Privacy, privacy_of, prompt_sha256
 from sigmascope.records.run import Run
 
 CHANGED: Final = "changed"
@@ -86,25 +87,24 @@ def _is_read(facts: Mapping[str, Any]) -> bool:
 def _digest_and_values(graph: Mapping[str, Any], privacy: Privacy) -> tuple[str, _Values]:
     shape, values = [], {}
     for node_id, node in graph.items():
-        links = []
+        class_type, links = str(node.get("class_type")), []
         for name, value in (node.get("inputs") or {}).items():
             if isinstance(value, list) and len(value) == 2:  # another node's id and the number of its output
                 links.append([name, str(value[0]), value[1]])
             else:
-                values[str(node_id), name] = _kept(name, value, privacy)
-        shape.append([str(node_id), str(node.get("class_type")), sorted(links)])
+                values[str(node_id), name] = _kept(class_type, name, value, privacy)
+        shape.append([str(node_id), class_type, sorted(links)])
     return hashlib.sha256(json.dumps(sorted(shape)).encode()).hexdigest(), values
 
 
-def _kept(name: str, value: Any, privacy: Privacy) -> Any:
-    """A value as a record has it: of what may be a prompt the hash, if any, since records are also made into reports."""
+def _kept(class_type: str, name: str, value: Any, privacy: Privacy) -> Any:
+    """A value as a record has it: of what somebody wrote the hash, if any, since records are also made into reports."""
     if isinstance(value, int | float | bool | None):
         return value
+    if isinstance(value, str) and is_choice(class_type, name, value):
+        return value
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
-    is_option = name not in TEXTS and not any(map(str.isspace, text))
-    if is_option and privacy.keeps_words:
-        return text
-    return {_HASH: hashlib.sha256(text.encode()).hexdigest() if privacy.keeps_hash else None}
+    return {_HASH: prompt_sha256(text) if privacy.keeps_hash else None}
 
 
 def _changes(before: _Prompt, now: _Prompt) -> dict[str, Any]:

@@ -1,21 +1,21 @@
 """Functions of the host, wrapped so that they can be watched, and given back as they were.
 
-`Wrap` puts a wrapper in the place of a module's function or a class's method. All arguments pass through as they are
-given, so that a version with more of them is called as before. What is raised passes too. What our own part raises does
-not: it switches the instrument off, and the host's function goes on alone.
+`Wrap` hears of the calls of a module's function or a class's method. Those of one function share one wrapper in its place.
+All arguments pass through as they are given, so that a version with more of them is called as before. What is raised
+passes too. What our own part raises does not: it switches the instrument off, and the host's function goes on alone.
 """
 
 import functools
 import inspect
-import time
 from collections.abc import Callable, Mapping
+from time import perf_counter_ns
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.imports import without_this_frame
 
 _OURS: Final = "__sigmascope_wrap__"
-"""The attribute of a wrapper of ours that holds its `Wrap`."""
+"""The attribute of a wrapper of ours that holds its `_Wrapper`."""
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ After = Callable[[Call, Any, Any, BaseException | None], None]
 
 
 class Wrap:
-    """A wrapper around an attribute of a module or a class, for as long as it is on.
+    """Hears of each call of an attribute of a module or a class, for as long as it is on.
 
     Args:
         need: The function, which is there.
@@ -65,78 +65,106 @@ class Wrap:
     def __init__(
         self, need: Need, part: Part, *, before: Before | None = None, after: After | None = None
     ) -> None:
-        self.owner, self.name, self.part = need.owner(), need.own_name, part
+        self.name, self.part = need.own_name, part
         self._before, self._after = before, after
-        self.original = vars(self.owner)[self.name]
-        self._places = {name: at for at, name in enumerate(inspect.signature(self.original).parameters)}
-        wrapper = self._asynchronous() if inspect.iscoroutinefunction(self.original) else self._synchronous()
-        setattr(wrapper, _OURS, self)
-        self._wrapper: Any = wrapper
-        setattr(self.owner, self.name, wrapper)
+        owner = need.owner()
+        self._wrapper = _outermost(owner, self.name) or _Wrapper(owner, self.name)
+        self._wrapper.wraps = (*self._wrapper.wraps, self)
 
     @property
     def is_on(self) -> bool:
         """Whether the host finds our wrapper, or one that was put around it later."""
+        return self in self._wrapper.wraps and self._wrapper.is_found()
+
+    def take_off(self) -> None:
+        """Hear of no more calls, and give the function back if nobody else does."""
+        self._wrapper.leave(self)
+
+
+_Begun = tuple[Call, list[tuple[Wrap, Any]]]
+"""A call that goes on: who is to hear of its end, with what their `Before` gave."""
+
+
+class _Wrapper:
+    """What stands in the place of one function for all that hear of its calls.
+
+    Attributes:
+        original: The function.
+        wraps: Who hears, in the order in which they came: the last is told first of a beginning, and last of an end.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.wraps: tuple[Wrap, ...] = ()
+        self.original = vars(owner)[name]
+        self._places = {word: at for at, word in enumerate(inspect.signature(self.original).parameters)}
+        is_asynchronous = inspect.iscoroutinefunction(self.original)
+        self.function: Any = self._asynchronous() if is_asynchronous else self._synchronous()
+        setattr(self.function, _OURS, self)
+        setattr(owner, name, self.function)
+
+    def is_found(self) -> bool:
+        """Whether the host finds it, or what was put around it later."""
         found = vars(self.owner).get(self.name)
-        while found is not None and found is not self._wrapper:
+        while found is not None and found is not self.function:
             found = getattr(found, "__wrapped__", None)
         return found is not None
 
-    def take_off(self) -> None:
-        """Give the function back. Where a wrapper that is on lies around ours, ours only passes on until that is taken off."""
-        self._before = self._after = None
-        while (outermost := self._outermost()) is not None and outermost._is_idle:
+    def leave(self, wrap: Wrap) -> None:
+        """Tell one no more. Where another pack's wrapper lies around an idle one, ours only passes on until that is taken off."""
+        self.wraps = tuple(other for other in self.wraps if other is not wrap)
+        while (outermost := _outermost(self.owner, self.name)) is not None and not outermost.wraps:
             setattr(self.owner, self.name, outermost.original)
 
-    def _outermost(self) -> "Wrap | None":
-        """The wrap whose wrapper the host finds; None: what it finds is not ours."""
-        found = vars(self.owner).get(self.name)
-        ours = getattr(found, _OURS, None)
-        return ours if isinstance(ours, Wrap) and ours._wrapper is found else None
-
-    @property
-    def _is_idle(self) -> bool:
-        return self._before is None and self._after is None
-
-    def _begin(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call | None, Any]:
-        if not self.part.works or self._is_idle:
-            return None, None
+    def _begin(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> _Begun | None:
+        wraps = self.wraps
+        if not wraps:
+            return None
         call = Call(arguments, named, self._places)
-        if self._before is None:
-            return call, None
-        began = time.perf_counter_ns()
-        try:
-            known = self._before(call)
-        except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host
-            self.part.failed(failure)
-            return None, None
-        self.part.took(time.perf_counter_ns() - began)
-        return call, known
+        begun: list[tuple[Wrap, Any]] = []
+        for wrap in reversed(wraps):
+            part, before, known = wrap.part, wrap._before, None
+            if not part.works:
+                continue
+            if before is not None:
+                began = perf_counter_ns()
+                try:
+                    known = before(call)
+                except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host
+                    part.failed(failure)
+                    continue
+                part.took(perf_counter_ns() - began)
+            begun.append((wrap, known))
+        return call, begun
 
-    def _end(self, call: Call | None, known: Any, result: Any, error: BaseException | None) -> None:
-        after = self._after
-        if call is None or after is None or not self.part.works:
+    def _end(self, begun: _Begun | None, result: Any, error: BaseException | None) -> None:
+        if begun is None:
             return
-        began = time.perf_counter_ns()
-        try:
-            after(call, known, result, error)
-        except Exception as failure:  # noqa: BLE001 - as above
-            self.part.failed(failure)
-        self.part.took(time.perf_counter_ns() - began)
+        call, wraps = begun
+        for wrap, known in reversed(wraps):
+            part, after = wrap.part, wrap._after
+            if after is None or not part.works:
+                continue
+            began = perf_counter_ns()
+            try:
+                after(call, known, result, error)
+            except Exception as failure:  # noqa: BLE001 - as above
+                part.failed(failure)
+            part.took(perf_counter_ns() - began)
 
     def _synchronous(self) -> Callable[..., Any]:
         original = self.original
 
         @functools.wraps(original)
         def wrapper(*arguments: Any, **named: Any) -> Any:
-            call, known = self._begin(arguments, named)
+            begun = self._begin(arguments, named)
             try:
                 result = original(*arguments, **named)
             except BaseException as error:
                 without_this_frame(error)
-                self._end(call, known, None, error)
+                self._end(begun, None, error)
                 raise
-            self._end(call, known, result, None)
+            self._end(begun, result, None)
             return result
 
         return wrapper
@@ -146,14 +174,21 @@ class Wrap:
 
         @functools.wraps(original)
         async def wrapper(*arguments: Any, **named: Any) -> Any:
-            call, known = self._begin(arguments, named)
+            begun = self._begin(arguments, named)
             try:
                 result = await original(*arguments, **named)
             except BaseException as error:
                 without_this_frame(error)
-                self._end(call, known, None, error)
+                self._end(begun, None, error)
                 raise
-            self._end(call, known, result, None)
+            self._end(begun, result, None)
             return result
 
         return wrapper
+
+
+def _outermost(owner: Any, name: str) -> _Wrapper | None:
+    """The wrapper that the host finds; None: what it finds is not ours."""
+    found = vars(owner).get(name)
+    ours = getattr(found, _OURS, None)
+    return ours if isinstance(ours, _Wrapper) and ours.function is found else None
