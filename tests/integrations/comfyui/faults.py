@@ -23,8 +23,8 @@ def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("planted")
 
 
-def opaque(function: Any) -> Any:
-    """The same function with parameters that tell nothing."""
+def changed(function: Any) -> Any:
+    """The same function with a parameter of another name."""
 
     async def asynchronous(*arguments: Any, **named: Any) -> Any:
         return await function(*arguments, **named)
@@ -32,7 +32,9 @@ def opaque(function: Any) -> Any:
     def synchronous(*arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
-    return asynchronous if inspect.iscoroutinefunction(function) else synchronous
+    made: Any = asynchronous if inspect.iscoroutinefunction(function) else synchronous
+    made.__signature__ = inspect.Signature([inspect.Parameter("other", inspect.Parameter.KEYWORD_ONLY)])
+    return made
 
 
 class Faults:
@@ -66,7 +68,7 @@ class Faults:
                 self._change(MAY_BE_MISSING[one.name], None)
             elif kind == "signature":
                 need = next(need for need in one.needs if need.parameters)
-                self._change(need, opaque(vars(need.owner())[need.own_name]))
+                self._change(need, changed(vars(need.owner())[need.own_name]))
 
     def _change(self, need: Need, instead: Any) -> None:
         owner = need.owner()

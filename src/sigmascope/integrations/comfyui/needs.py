@@ -1,6 +1,8 @@
 """What an instrument needs of ComfyUI: functions with certain parameters. Looked for in a running process, or in its source.
 
-`sigmascope comfyui status` reads the source alone, so that it can say what fits a version without starting it.
+`sigmascope comfyui status` reads the source alone, so that it can say what fits a version without starting it. In a
+process, another pack may have put a function of its own there that takes anything and passes it on: of that the source
+says what it takes.
 """
 
 import ast
@@ -8,7 +10,17 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+
+_ANYTHING: Final = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+class Signature(NamedTuple):
+    """What a function takes, in its order, and whether it must be awaited."""
+
+    parameters: tuple[str, ...]
+    is_asynchronous: bool
 
 
 class Need(NamedTuple):
@@ -47,9 +59,22 @@ class Need(NamedTuple):
         """Why this process does not have it so; None: it does."""
         owner = self.owner()
         found = None if owner is None else vars(owner).get(self.own_name)
-        if not callable(found):
-            return f"there is no {self.where}"
-        return self._fault(tuple(inspect.signature(found).parameters), inspect.iscoroutinefunction(found))
+        return self._fault(self.signature_of(found)) if callable(found) else f"there is no {self.where}"
+
+    def signature_of(self, found: Any) -> Signature:
+        """What the function takes that stands in its place.
+
+        Raises:
+            ValueError: It does not say so.
+        """
+        parameters = inspect.signature(found).parameters
+        if _ANYTHING <= {parameter.kind for parameter in parameters.values()}:
+            file = getattr(sys.modules.get(self.module), "__file__", None)
+            known = None if file is None else self._in_source(Path(file))
+            if isinstance(known, Signature):
+                return known
+        functions = (found, inspect.unwrap(found))
+        return Signature(tuple(parameters), any(map(inspect.iscoroutinefunction, functions)))
 
     def fault_in(self, folder: Path) -> str | None:
         """Why the source in a folder does not have it so; None: it does.
@@ -57,7 +82,11 @@ class Need(NamedTuple):
         Args:
             folder: ComfyUI's, with `main.py`.
         """
-        path = folder.joinpath(*self.module.split(".")).with_suffix(".py")
+        known = self._in_source(folder.joinpath(*self.module.split(".")).with_suffix(".py"))
+        return self._fault(known) if isinstance(known, Signature) else known
+
+    def _in_source(self, path: Path) -> Signature | str:
+        """What it takes by the source of its module, or why it is not there."""
         try:
             body: Sequence[ast.stmt] = ast.parse(path.read_bytes()).body
         except (OSError, SyntaxError, ValueError) as error:
@@ -70,15 +99,15 @@ class Need(NamedTuple):
         for item in body:
             if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name == name:
                 words = item.args
-                known = [word.arg for word in (*words.posonlyargs, *words.args, *words.kwonlyargs)]
-                return self._fault(known, isinstance(item, ast.AsyncFunctionDef))
+                known = tuple(word.arg for word in (*words.posonlyargs, *words.args, *words.kwonlyargs))
+                return Signature(known, isinstance(item, ast.AsyncFunctionDef))
         return f"there is no {self.where}"
 
-    def _fault(self, known: Sequence[str], is_asynchronous: bool) -> str | None:
-        missing = [parameter for parameter in self.parameters if parameter not in known]
+    def _fault(self, known: Signature) -> str | None:
+        missing = [parameter for parameter in self.parameters if parameter not in known.parameters]
         if missing:
             return f"{self.where} has no parameter {', '.join(missing)}"
-        if self.asynchronous is not None and is_asynchronous is not self.asynchronous:
+        if self.asynchronous is not None and known.is_asynchronous is not self.asynchronous:
             return f"{self.where} is {'not ' if self.asynchronous else ''}asynchronous"
         return None
 

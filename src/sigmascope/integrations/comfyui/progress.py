@@ -103,7 +103,8 @@ def _handler_of(kind: Any, instrument: Progress) -> Any:
             return
         began = time.perf_counter_ns()
         try:
-            prompt = session.prompt_of(prompt_id)
+            # A node that runs a prompt of its own leaves its registry in the place of the outer prompt's.
+            prompt = session.prompt_of(prompt_id) or session.prompt
             if prompt is not None:
                 act(prompt)
         except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host

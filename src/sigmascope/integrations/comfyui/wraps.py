@@ -68,7 +68,7 @@ class Wrap:
         self.name, self.part = need.own_name, part
         self._before, self._after = before, after
         owner = need.owner()
-        self._wrapper = _outermost(owner, self.name) or _Wrapper(owner, self.name)
+        self._wrapper = _outermost(owner, self.name) or _Wrapper(owner, need)
         self._wrapper.wraps = (*self._wrapper.wraps, self)
 
     @property
@@ -93,15 +93,15 @@ class _Wrapper:
         wraps: Who hears, in the order in which they came: the last is told first of a beginning, and last of an end.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
+    def __init__(self, owner: Any, need: Need) -> None:
+        self.owner, self.name = owner, need.own_name
         self.wraps: tuple[Wrap, ...] = ()
-        self.original = vars(owner)[name]
-        self._places = {word: at for at, word in enumerate(inspect.signature(self.original).parameters)}
-        is_asynchronous = inspect.iscoroutinefunction(self.original)
-        self.function: Any = self._asynchronous() if is_asynchronous else self._synchronous()
+        self.original = vars(owner)[self.name]
+        signature = need.signature_of(self.original)
+        self._places = {word: at for at, word in enumerate(signature.parameters)}
+        self.function: Any = self._asynchronous() if signature.is_asynchronous else self._synchronous()
         setattr(self.function, _OURS, self)
-        setattr(owner, name, self.function)
+        setattr(owner, self.name, self.function)
 
     def is_found(self) -> bool:
         """Whether the host finds it, or what was put around it later."""
