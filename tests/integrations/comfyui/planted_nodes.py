@@ -16,6 +16,8 @@ from sigmascope.integrations.comfyui import session as sessions
 from .faults import Faults  # ComfyUI has a package `tests` itself
 
 MANAGEMENT: Any = importlib.import_module("comfy.model_management")
+FLOAT: Any = importlib.import_module("comfy.float")
+RANDOM_ROUNDING = FLOAT.stochastic_rounding
 OUT_OF_MEMORY: Any = MANAGEMENT.OOM_EXCEPTION
 GraphBuilder: Any = importlib.import_module("comfy_execution.graph_utils").GraphBuilder
 
@@ -119,6 +121,24 @@ class PlantedConditioning:
         tensor = torch.randn(1, tokens, width, generator=generator)
         options = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
         return ([[tensor, options]],)
+
+
+class PlantedRounding:
+    """From now on ComfyUI rounds what it merges into float8 to the nearest number, as plain casts do; or at random, as it does."""
+
+    RETURN_TYPES = ()
+    FUNCTION = "run"
+    CATEGORY = "tests"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"nearest": ("BOOLEAN",)}}
+
+    def run(self, nearest: bool) -> Any:
+        plain = lambda value, dtype, seed=0, **_: value.to(dtype)
+        FLOAT.stochastic_rounding = plain if nearest else RANDOM_ROUNDING
+        return {}
 
 
 class PlantedKeep:
@@ -238,6 +258,7 @@ NODE_CLASS_MAPPINGS = {
         PlantedAllocation,
         PlantedOutOfMemory,
         PlantedConditioning,
+        PlantedRounding,
         PlantedKeep,
         PlantedMemory,
         PlantedWatch,

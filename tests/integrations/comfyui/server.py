@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ class Server:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read() or b"null")
 
-    def post(self, graph: Graph) -> str:
-        """Queue a graph, and give its id."""
-        prompt_id: str = self.ask("/prompt", {"prompt": graph})["prompt_id"]
+    def post(self, graph: Graph, **options: Any) -> str:
+        """Queue a graph, with options of ComfyUI's such as `client_id`, and give its id."""
+        prompt_id: str = self.ask("/prompt", {"prompt": graph, **options})["prompt_id"]
         return prompt_id
 
     def prompt(self, graph: Graph) -> str:
@@ -129,6 +129,13 @@ def add_nodes(base: Path, ours: str) -> None:
     (loader / "__init__.py").write_text(_LOADER)
 
 
+def add_odd_nodes(base: Path, pack: str) -> None:
+    """Put nodes there that do what ComfyUI's own do not, as a pack of this name."""
+    folder = base / "custom_nodes" / pack
+    folder.mkdir(parents=True)
+    shutil.copy(HERE / "odd_nodes.py", folder / "__init__.py")
+
+
 def add_packs(base: Path, *names: str) -> None:
     """Put other packs of nodes there."""
     for name in names:
@@ -136,8 +143,22 @@ def add_packs(base: Path, *names: str) -> None:
 
 
 @contextmanager
-def serving(base: Path, pages: Path | None = None, **variables: str) -> Iterator[Server]:
-    """Start the checkout's server, with the pages of a frontend if one is given, and end it."""
+def serving(
+    base: Path,
+    pages: Path | None = None,
+    options: Sequence[str] = (),
+    launcher: Sequence[str] = (),
+    **variables: str,
+) -> Iterator[Server]:
+    """Start the checkout's server, with the pages of a frontend if one is given, and end it.
+
+    Args:
+        base: ComfyUI's base folder.
+        pages: The frontend's.
+        options: Of ComfyUI's command line.
+        launcher: What Python runs `main.py` by.
+        variables: Of its environment.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -145,9 +166,9 @@ def serving(base: Path, pages: Path | None = None, **variables: str) -> Iterator
     if pages is None:
         pages = base / "pages"
         pages.mkdir(exist_ok=True)
-    words = [python(), str(Path(os.environ[VARIABLE]) / "main.py"), "--cpu", "--port", str(port)]
+    words = [python(), *launcher, str(Path(os.environ[VARIABLE]) / "main.py"), "--cpu", "--port", str(port)]
     words += ["--disable-api-nodes", "--base-directory", str(base), "--front-end-root", str(pages)]
-    words += ["--database-url", "sqlite:///:memory:"]
+    words += ["--database-url", "sqlite:///:memory:", *options]
     site = os.environ.get(f"{VARIABLE}_NODES")
     told: Mapping[str, str] = {
         "SIGMASCOPE_COMFYUI_RECORDS": str(records),

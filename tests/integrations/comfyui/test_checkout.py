@@ -1,14 +1,17 @@
 """A real ComfyUI, started as a process: workflows are posted over HTTP, and the records are held to what was planted."""
 
+import json
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integrations.comfyui.graphs import SLEEP, graph
 from tests.integrations.comfyui.server import Server, node, serving, states
 
 import sigmascope
+from sigmascope.integrations.comfyui.one_line import line_of
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
@@ -110,3 +113,62 @@ def test_an_interrupted_prompt_is_a_record_and_the_next_one_runs(server: Server)
     assert states(run)["6"] == "run"
     (stopped,) = server.records.glob(f"*-{prompt_id[:8]}.json")
     assert states(sigmascope.load_run(stopped))["6"] == "interrupted"
+
+
+def test_of_two_prompts_in_the_queue_the_second_has_waited_and_no_record_is_mixed(server: Server) -> None:
+    slow, next_one = graph("PlantedSleep", seed=51), graph("PlantedSubgraph", seed=52)
+    slow["9"]["inputs"]["seconds"] = 1.5
+    first, second = server.post(slow), server.post(next_one)
+    for prompt_id in (first, second):
+        server.wait_for(prompt_id)
+    one, other = server.record(first), server.record(second)
+    waited = other.facts["comfyui"]["seconds_before"]["queue"]
+    assert 1.5 <= waited <= one.seconds + 1.0
+    assert one.facts["comfyui"]["seconds_before"]["queue"] < 1.0
+    assert "in the queue before" in line_of(other)
+    assert node(one, "9").children == ()
+    assert [child.name for child in node(other, "9").children] == ["PlantedSleep", "PlantedSleep"]
+    seeds = {run.id: node(run, "6").facts["sampling"]["seed"] for run in (one, other)}
+    assert seeds == {one.id: 51, other.id: 52}
+
+
+def test_what_a_page_hears_of_a_prompt_is_what_the_record_has(server: Server) -> None:
+    sockets = pytest.importorskip("websockets.sync.client")
+    with sockets.connect(f"ws://127.0.0.1:{server.port}/ws?clientId=me", max_size=2**26) as socket:
+        prompt_id = server.post(graph("PlantedFailure", seed=53), client_id="me")
+        told: list[dict[str, Any]] = []
+        while not any(message["type"] == "sigmascope.prompt" for message in told):
+            text = socket.recv(timeout=60)
+            if isinstance(text, str):
+                told.append(json.loads(text))
+    run = server.record(prompt_id)
+    started = [message["data"]["node"] for message in told if message["type"] == "executing"]
+    ran = sorted(
+        (stage for stage in run.walk() if "node" in stage.facts), key=lambda stage: stage.started_seconds
+    )
+    assert [stage.facts["node"]["id"] for stage in ran] == [name for name in started if name is not None]
+    (failed,) = (message["data"] for message in told if message["type"] == "execution_error")
+    assert failed["node_id"] == run.facts["comfyui"]["stopped_by"]["node"] == "9"
+    (ours,) = (message["data"] for message in told if message["type"] == "sigmascope.prompt")
+    assert (ours["prompt_id"], ours["mark"]) == (prompt_id, "bad")
+    kinds = [message["type"] for message in told]
+    assert kinds.index("execution_error") < kinds.index("sigmascope.prompt")
+
+
+def test_of_a_second_prompt_settings_that_changed_are_told_first_then_times(server: Server) -> None:
+    server.run(graph("PlantedSleep", seed=54))
+    nodes = graph("PlantedSleep", seed=55)
+    nodes["6"]["inputs"] |= {"scheduler": "karras", "cfg": 6.0}
+    nodes["3"]["inputs"]["text"] = "a dog"
+    changed = server.run(nodes).facts["comfyui"]["changed"]
+    assert list(changed).index("settings") < list(changed).index("times")
+    settings = {(one["node"], one["input"]): (one["was"], one["now"]) for one in changed["settings"]}
+    assert settings == {
+        ("3", "text"): ("<text>", "<text>"),
+        ("6", "cfg"): (5.0, 6.0),
+        ("6", "scheduler"): ("normal", "karras"),
+        ("6", "seed"): (54, 55),
+    }
+    times = {one["node"]: (one["was_seconds"], one["now_seconds"]) for one in changed["times"]}
+    assert min(times["9"]) >= SLEEP
+    assert changed["files_read_now"] is False

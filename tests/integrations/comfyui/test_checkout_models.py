@@ -1,14 +1,19 @@
 """A real ComfyUI with other models than SD 1.5: families, stored forms, LoRAs as hooks, and little memory."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tests.comfy_shapes.checkout import VARIABLE
 from tests.integrations.comfyui.graphs import Graph, family, graph, hooked, image_to_image
 from tests.integrations.comfyui.server import Server, node, packs, serving
+
+from sigmascope.integrations.comfyui.one_line import line_of
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 FAMILIES = {
@@ -81,6 +86,63 @@ def test_a_model_stored_as_float8_is_half_of_its_file(base: Path, server: Server
     assert 0 <= model["bytes"] - numbers_in(file) < 50_000
     (verdict,) = node(run, "2").facts["lora_verdicts"]
     assert (verdict["effective"], verdict["modules_used"]) == (True, 2)
+
+
+def test_what_arrives_of_a_lora_on_a_float8_model_is_told(base: Path, server: Server) -> None:
+    strength = 0.05
+    stored = {
+        name: load_file(base / "models" / f"{name}.safetensors")
+        for name in ("diffusion_models/sd3", "loras/sd3")
+    }
+    weights, lora = stored.values()
+    changes = arrived = 0.0
+    for key in (key for key in weights if key.endswith("x_block.attn.qkv.weight")):
+        name = f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}"
+        up, down, alpha = (
+            lora[f"{name}.{part}"].double() for part in ("lora_up.weight", "lora_down.weight", "alpha")
+        )
+        change = up @ down * (alpha / down.shape[0]) * strength
+        before = weights[key].to(torch.float8_e4m3fn)
+        merged = (before.double() + change).float().to(torch.float8_e4m3fn)
+        changes += float((change * change).sum())
+        arrived += float((change * (merged.double() - before.double())).sum())
+    share = arrived / changes
+    assert 0.02 < share < 0.7
+    try:
+        server.run({"1": {"class_type": "PlantedRounding", "inputs": {"nearest": True}}})
+        run = server.run(family("sd3", dtype="fp8_e4m3fn", seed=21, strength=strength))
+    finally:
+        server.run({"1": {"class_type": "PlantedRounding", "inputs": {"nearest": False}}})
+    (verdict,) = node(run, "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"]) == (True, 2)
+    told = re.search(r"Only ([0-9.]+) % of the LoRA arrives in .*float8_e4m3fn", verdict["says"])
+    assert told is not None, verdict["says"]
+    assert float(told[1]) == pytest.approx(100 * share, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "first"),
+    [
+        ("model.diffusion_model.out.2.weight", ("6", "KSampler")),
+        ("first_stage_model.decoder.conv_out.weight", ("7", "VAEDecode")),
+        ("cond_stage_model.transformer.text_model.final_layer_norm.weight", ("3", "CLIPTextEncode")),
+    ],
+)
+def test_a_checkpoint_with_nan_is_black_from_the_node_on_that_uses_the_weight(
+    base: Path, server: Server, weight: str, first: tuple[str, str]
+) -> None:
+    folder = base / "models" / "checkpoints"
+    tensors = load_file(folder / "tiny.safetensors")
+    tensors[weight].view(-1)[0] = float("nan")
+    save_file(tensors, folder / f"nan_{first[1]}.safetensors")
+    nodes = graph(seed=22)
+    nodes["1"]["inputs"]["ckpt_name"] = f"nan_{first[1]}.safetensors"
+    run = server.run(nodes)
+    (folder / f"nan_{first[1]}.safetensors").unlink()
+    odd = run.facts["comfyui"]["first_odd_output"]
+    assert (odd["node"], odd["class_type"], odd["what"]) == (*first, "NaN")
+    assert f"NaN first in {first[1]} (node {first[0]})" in line_of(run)
+    assert [finding.severity for finding in run.findings if finding.id == "comfyui.odd_output"] == ["error"]
 
 
 def test_a_picture_is_encoded_and_changed(server: Server) -> None:

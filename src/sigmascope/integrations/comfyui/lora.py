@@ -5,9 +5,10 @@ merged what it merges: by then the weights that the sampler used are there to be
 """
 
 import sys
+import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from sigmascope.integrations.comfyui.instruments import Instrument
@@ -27,6 +28,9 @@ LORA: Final = "lora"
 """The fact of a node's stage: keys of the file and patches made of it, for each time."""
 VERDICTS: Final = "lora_verdicts"
 """The fact of a node's stage: whether the LoRA did anything, and why not."""
+_UNNAMED: Final = "(unnamed)"
+_DEEPEST: Final = 5
+"""Levels of lists and dicts in which a node is given the names of LoRAs."""
 _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at all"
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
 """What a LoRA changes, by the kind of output that has it."""
@@ -34,11 +38,22 @@ _GONE: Final = "the models were gone when the prompt ended"
 
 
 class _Application(NamedTuple):
+    """A LoRA of a node. `patches` has the identities of those made of its file; None: it is the node's only one."""
+
     node: NodeWatch
     models: Mapping[str, Callable[[], Any]]
     path: str | None
     name: str
     leads_nowhere: frozenset[str]
+    patches: frozenset[int] | None
+
+
+class _Seen:
+    """Of one prompt: the LoRAs of its nodes, and the identities of the patches made of each file that a node read."""
+
+    def __init__(self) -> None:
+        self.applied: list[_Application] = []
+        self.patches: dict[str, list[frozenset[int]]] = {}
 
 
 class Lora(Instrument):
@@ -57,9 +72,11 @@ class Lora(Instrument):
         self.wraps.append(Wrap(self.needs[1], self, after=self._outputs))
 
     def _loaded(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
-        node = self.node_here()
-        if node is not None and error is None:
+        prompt, node = self.prompt_here(), self.node_here()
+        if prompt is not None and node is not None and error is None:
             node.add(LORA, {"keys": len(call.get("lora") or ()), "patches": len(result)})
+            patches = prompt.until_the_end(self.name, _Seen).patches
+            patches.setdefault(node.id, []).append(frozenset(map(id, result.values())))
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         inputs = call.get("input_data_all")
@@ -67,10 +84,9 @@ class Lora(Instrument):
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
         if prompt is None or node is None or error is not None or not isinstance(inputs, Mapping):
             return
-        name = first_of(inputs.get("lora_name"))
         kinds = getattr(call.get("obj"), "RETURN_TYPES", ())
         # A hook's LoRA is read by the node that samples with it too; `hook_lora` judges it.
-        if (LORA not in node.facts and name is None) or _is_hooked(node, kinds, inputs):
+        if (LORA not in node.facts and "lora_name" not in inputs) or _is_hooked(node, kinds, inputs):
             return
         outputs = {str(kind): first_of(values) for kind, values in zip(kinds, result[0] or (), strict=False)}
         models = {
@@ -80,26 +96,70 @@ class Lora(Instrument):
             "clip": outputs.get("CLIP"),
         }
         kept = {what: weakref.ref(model) for what, model in models.items() if model is not None}
-        shown = name if isinstance(name, str) else "(unnamed)"
-        prompt.until_the_end(self.name, list[_Application]).append(
-            _Application(node, kept, path_of(name), shown, _leads_nowhere(prompt, node, kinds))
-        )
+        seen, names = prompt.until_the_end(self.name, _Seen), list(dict.fromkeys(_names_in(inputs)))
+        patches = seen.patches.get(node.id, [])
+        apart = len(names) > 1 and len(names) == len(patches)
+        for at, name in enumerate(names or [_UNNAMED]):
+            own, nowhere = patches[at] if apart else None, _leads_nowhere(prompt, node, kinds)
+            seen.applied.append(_Application(node, kept, path_of(name), name, nowhere, own))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's loader nodes."""
-        for one in prompt.until_the_end(self.name, list[_Application]):
+        for one in prompt.until_the_end(self.name, _Seen).applied:
             models = {what: reference() for what, reference in one.models.items()}
             if any(model is None for model in models.values()):
                 verdict: dict[str, Any] = {"effective": None, "reason": _GONE}
             elif not models.keys() & {"unet", "clip"}:
                 verdict = {"effective": None, "reason": _NO_MODEL}
             else:
-                verdict, analysis = judge(models, one.path, one.leads_nowhere)
+                verdict, analysis = judge(_with_own_patches(models, one), one.path, one.leads_nowhere)
                 own = one.node.facts.setdefault(one.node.class_type, {})
                 analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
                 own.update(analysis)
             verdict["says"] = f"{one.name}: {in_words(verdict)}"
             one.node.add(VERDICTS, {"lora": one.name, **verdict})
+
+
+def _names_in(inputs: Mapping[str, Any]) -> Iterator[str]:
+    """The LoRA files that a node is given: as `lora_name`, or where one of its values, or what lies in one, names a file."""
+    if isinstance(name := first_of(inputs.get("lora_name")), str):
+        yield name
+    else:
+        yield from (text for text in _texts_in(list(inputs.values()), _DEEPEST) if path_of(text) is not None)
+
+
+def _texts_in(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        if value.get("on") is not False:
+            yield from _texts_in(list(value.values()), depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item, depth - 1)
+
+
+def _with_own_patches(models: dict[str, Any], one: _Application) -> dict[str, Any]:
+    """The models with this LoRA alone, where the node put several on."""
+    if one.patches is None:
+        return models
+    alone = dict(models)
+    for part in models.keys() & {"unet", "clip"}:
+        alone[part] = models[part].clone()
+        patcher, before = _patcher_of(alone[part]), models.get(f"{part} before")
+        known = {} if before is None else _patcher_of(before).patches
+        earlier = {id(patch) for patches in known.values() for patch in patches}
+        patcher.patches_uuid = uuid.uuid4()  # no weights are loaded that have these patches alone
+        patcher.patches = {
+            key: own
+            for key, patches in patcher.patches.items()
+            if (own := [patch for patch in patches if id(patch) in earlier or id(patch[1]) in one.patches])
+        }
+    return alone
+
+
+def _patcher_of(model: Any) -> Any:
+    return getattr(model, "patcher", model)
 
 
 def _is_hooked(node: NodeWatch, kinds: Sequence[Any], inputs: Mapping[str, Any]) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-
 _ANYTHING: Final = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
@@ -68,7 +67,7 @@ class Need(NamedTuple):
             ValueError: It does not say so.
         """
         parameters = inspect.signature(found).parameters
-        if _ANYTHING <= {parameter.kind for parameter in parameters.values()}:
+        if {parameter.kind for parameter in parameters.values()} >= _ANYTHING:
             file = getattr(sys.modules.get(self.module), "__file__", None)
             known = None if file is None else self._in_source(Path(file))
             if isinstance(known, Signature):

@@ -6,7 +6,6 @@ passes too. What our own part raises does not: it switches the instrument off, a
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable

@@ -1,0 +1,249 @@
+"""Nodes as other packs have them, which do what ComfyUI's own do not. For the tests of the watch on a real server."""
+
+import asyncio
+import importlib
+import inspect
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+EXECUTION: Any = importlib.import_module("execution")
+MANAGEMENT: Any = importlib.import_module("comfy.model_management")
+UTILS: Any = importlib.import_module("comfy.utils")
+NODES: Any = importlib.import_module("nodes")
+SERVER: Any = importlib.import_module("server")
+FOLDERS: Any = importlib.import_module("folder_paths")
+GraphBuilder: Any = importlib.import_module("comfy_execution.graph_utils").GraphBuilder
+IO: Any = importlib.import_module("comfy_api.latest").io
+
+
+class Odd:
+    """Hands its latent on."""
+
+    RETURN_TYPES: Any = ("LATENT",)
+    FUNCTION = "run"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"x": ("LATENT",)}}
+
+    def run(self, x: Any) -> Any:
+        return (x,)
+
+
+class OddLazy(Odd):
+    """Takes one of two inputs, and asks for that alone."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        lazy = ("LATENT", {"lazy": True})
+        return {"required": {"first": ("BOOLEAN",), "a": lazy, "b": lazy}}
+
+    def check_lazy_status(self, first: bool, a: Any = None, b: Any = None) -> list[str]:
+        return [name for name, value in (("a", a), ("b", b)) if value is None and (name == "a") is first]
+
+    def run(self, first: bool, a: Any = None, b: Any = None) -> Any:
+        return (a if first else b,)
+
+
+class OddList(Odd):
+    """Gives a list of three, for each of which what follows runs."""
+
+    OUTPUT_IS_LIST = (True,)
+
+    def run(self, x: Any) -> Any:
+        return ([x, x, x],)
+
+
+class OddTakesList(Odd):
+    INPUT_IS_LIST = True
+
+    def run(self, x: list[Any]) -> Any:
+        return (x[0],)
+
+
+class OddChanged(Odd):
+    @classmethod
+    def IS_CHANGED(cls, x: Any) -> Any:
+        raise RuntimeError("planted")
+
+
+class OddEnd(Odd):
+    """Has no output, but is one."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+
+    def run(self, x: Any) -> Any:
+        return {}
+
+
+class OddLoop(Odd):
+    """Expands into itself, as loops do, and holds so many MiB in each turn."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        numbers = {name: ("INT", {"default": 0, "max": 10**6}) for name in ("turns", "mib")}
+        return {"required": {"x": ("LATENT",), **numbers}}
+
+    def run(self, x: Any, turns: int, mib: int) -> Any:
+        held = {**x, "held": bytearray(os.urandom(2**16) * 16 * mib)}
+        if not turns:
+            return (held,)
+        graph = GraphBuilder()
+        node = graph.node("OddLoop", x=held, turns=turns - 1, mib=mib)
+        return {"result": (node.out(0),), "expand": graph.finalize()}
+
+
+class OddExecutor(Odd):
+    """Runs a prompt of its own, on a thread."""
+
+    def run(self, x: Any) -> Any:
+        graph = {
+            "1": {
+                "class_type": "EmptyLatentImage",
+                "inputs": {"width": 64, "height": 64, "batch_size": 1},
+            },
+            "2": {"class_type": "OddEnd", "inputs": {"x": ["1", 0]}},
+        }
+        words: dict[str, Any] = {}
+        if "cache_args" in inspect.signature(EXECUTION.PromptExecutor.__init__).parameters:
+            words["cache_args"] = {"lru": 0, "ram": 0, "ram_inactive": 0}
+        executor = EXECUTION.PromptExecutor(SERVER.PromptServer.instance, **words)
+        client = executor.server.client_id
+
+        def execute() -> None:
+            asyncio.run(executor.execute_async(graph, "inner", {}, ["2"]))
+
+        thread = threading.Thread(target=execute)
+        thread.start()
+        thread.join()
+        executor.server.client_id = client
+        return (x,)
+
+
+class OddThreads(Odd):
+    """Moves bars and reads a file on threads of its own."""
+
+    def run(self, x: Any) -> Any:
+        bar, path = UTILS.ProgressBar(100), FOLDERS.get_full_path("loras", "good.safetensors")
+
+        def work() -> None:
+            for _ in range(25):
+                bar.update(1)
+            UTILS.load_torch_file(path)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return (x,)
+
+
+class OddInterrupt(Odd):
+    def run(self, x: Any) -> Any:
+        raise MANAGEMENT.InterruptProcessingException
+
+
+class OddExit(Odd):
+    """Ends the thread that ComfyUI runs prompts on."""
+
+    def run(self, x: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+class OddText(Odd):
+    """Takes words in inputs of any name."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        words = {"one_line": ("STRING",), "lines": ("STRING", {"multiline": True})}
+        return {"required": {"x": ("LATENT",), **words, "choice": (["this", "that"],)}}
+
+    def run(self, x: Any, one_line: str, lines: str, choice: str) -> Any:
+        return (x,)
+
+
+class OddLoras(Odd):
+    """Puts on all LoRAs of a dict that it is given, as loaders of many do."""
+
+    RETURN_TYPES = ("MODEL", "CLIP")
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"model": ("MODEL",), "clip": ("CLIP",)}, "optional": _Any()}
+
+    def run(self, model: Any, clip: Any, **loras: Any) -> Any:
+        for lora in loras.values():
+            if lora["on"]:
+                loader = NODES.LoraLoader()
+                model, clip = loader.load_lora(model, clip, lora["lora"], lora["strength"], lora["strength"])
+        return (model, clip)
+
+
+class _Any(dict[str, Any]):
+    """Inputs of any name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __getitem__(self, name: str) -> Any:
+        return ("*",)
+
+
+class OddNew(IO.ComfyNode):  # type: ignore[misc]
+    """A node of the newer kind, whose method is asynchronous."""
+
+    @classmethod
+    def define_schema(cls) -> Any:
+        return IO.Schema(
+            node_id="OddNew",
+            category="tests",
+            inputs=[IO.Latent.Input("x"), IO.Combo.Input("choice", options=["this", "that"])],
+            outputs=[IO.Latent.Output()],
+        )
+
+    @classmethod
+    async def execute(cls, x: Any, choice: str) -> Any:
+        await asyncio.sleep(0.1)
+        return IO.NodeOutput(x)
+
+
+def wrap_as_others_do() -> None:
+    """Put functions of its own around ComfyUI's, which tell nothing of what they take."""
+    async_was, data_was = EXECUTION.PromptExecutor.execute_async, EXECUTION.get_output_data
+
+    async def around(self: Any, *arguments: Any, **named: Any) -> Any:
+        return await async_was(self, *arguments, **named)
+
+    def data(*arguments: Any, **named: Any) -> Any:
+        return data_was(*arguments, **named)
+
+    EXECUTION.PromptExecutor.execute_async, EXECUTION.get_output_data = around, data
+
+
+if "wraps" in Path(__file__).parent.name:
+    wrap_as_others_do()
+
+NODE_CLASS_MAPPINGS = {
+    kind.__name__: kind
+    for kind in (
+        Odd,
+        OddLazy,
+        OddList,
+        OddTakesList,
+        OddChanged,
+        OddEnd,
+        OddLoop,
+        OddExecutor,
+        OddThreads,
+        OddInterrupt,
+        OddExit,
+        OddText,
+        OddLoras,
+        OddNew,
+    )
+}
