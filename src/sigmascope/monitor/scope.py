@@ -77,6 +77,7 @@ _MOST_SUMS: Final = 100
 OTHERS: Final = "others"
 """Where names are made up call by call, those beyond the first are counted together, under this."""
 _RESOLVE_FROM = 64
+_JUST_PAST_NS: Final = 500_000
 COLUMNS: Final = 5
 """Of `StepColumns`."""
 _ROW: Final = Struct(f"={COLUMNS}q").pack
@@ -144,7 +145,7 @@ class Scope:
         self._samples = instruments.sampled.open(instruments.clock(), is_outermost=self.is_outermost)
         if self._edges is not None:
             self._began = instruments.mark()
-        self._look_at_processor()
+        self._look_at_processor(is_beginning=True)
         self.started_ns = instruments.clock()
 
     def begin_step(self) -> None:
@@ -199,8 +200,8 @@ class Scope:
                 "exception_details", lambda: instruments.guard.details(error)
             )
 
-    def _look_at_processor(self) -> None:
-        moment = self.instruments.guard.call(PROCESSOR, processor_moment)
+    def _look_at_processor(self, *, is_beginning: bool = False) -> None:
+        moment = self.instruments.processor_moment(may_be_just_past=is_beginning)
         if moment is not None:
             self._processor.append(moment)
 
@@ -498,6 +499,7 @@ class Instruments:
         self.tracker = PeakTracker(reader, self.guard)
         self._events = None if reader is None else EventPool(self.accelerator.new_event)
         self._other_device: str | None = None
+        self._last_moment: tuple[int, ProcessorMoment] | None = None
         self.stage_edges = StageEdges()
         self._sampler_client = SamplerClient(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
         self.sampled = SampledFacts(self.accelerator, self.guard, is_sampled=self._sampler_client is not None)
@@ -544,6 +546,21 @@ class Instruments:
         if timings is not None:
             with peaks.LOCK:
                 self.guard.call("gpu_timing", lambda: self.stage_edges.wait_for(timings))
+
+    def processor_moment(self, *, may_be_just_past: bool) -> ProcessorMoment | None:
+        """What this thread has had of the processor up to now.
+
+        Args:
+            may_be_just_past: Whether a reading of half a millisecond ago will do: the end of the stage before it.
+        """
+        now_ns, known = time.perf_counter_ns(), self._last_moment
+        is_here = known is not None and known[1].thread == threading.get_ident()
+        if may_be_just_past and known is not None and is_here and now_ns - known[0] < _JUST_PAST_NS:
+            return known[1]
+        moment = self.guard.call(PROCESSOR, processor_moment)
+        if moment is not None:
+            self._last_moment = now_ns, moment
+        return moment
 
     def settle(self) -> None:
         """Read what the accelerator has finished by now of stages that are over."""

@@ -278,7 +278,7 @@ class Host:
         if pending is None:
             self.registry.tell("start_handler", node_id)
             inputs = {
-                name: [outputs[value[0]][value[1]] if isinstance(value, list) else value]
+                name: [outputs[value[0]][value[1]] if isinstance(value, list) and len(value) == 2 else value]
                 for name, value in node["inputs"].items()
             }
             try:

@@ -123,6 +123,10 @@ class PlantedConditioning:
         return ([[tensor, options]],)
 
 
+def _nearest(value: torch.Tensor, dtype: torch.dtype, *_: Any, **__: Any) -> torch.Tensor:
+    return value.to(dtype)
+
+
 class PlantedRounding:
     """From now on ComfyUI rounds what it merges into float8 to the nearest number, as plain casts do; or at random, as it does."""
 
@@ -136,8 +140,7 @@ class PlantedRounding:
         return {"required": {"nearest": ("BOOLEAN",)}}
 
     def run(self, nearest: bool) -> Any:
-        plain = lambda value, dtype, seed=0, **_: value.to(dtype)
-        FLOAT.stochastic_rounding = plain if nearest else RANDOM_ROUNDING
+        FLOAT.stochastic_rounding = _nearest if nearest else RANDOM_ROUNDING
         return {}
 
 
