@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -57,6 +57,7 @@ LIBRARIES = (
 )
 """Distributions whose version can change what a pipeline costs or makes."""
 _HAS_PROC = sys.platform.startswith("linux")
+_RAM: Final = ("ram_total_bytes", "ram_used_bytes", "ram_available_bytes")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 _TOTAL_AND_AVAILABLE: Final = re.compile(rb"^Mem(?:Total|Available): +(\d+) kB$", re.MULTILINE)
 """In /proc/meminfo, in this order, among its first lines."""
@@ -223,7 +224,7 @@ def others_share(before: CpuMoment, after: CpuMoment) -> float | None:
     return min(max(used / room, 0.0), 1.0)
 
 
-class _OpenFile:
+class OpenFile:
     """A file of the system's that says something else each time that it is read, and stays open.
 
     Attributes:
@@ -242,7 +243,7 @@ class _OpenFile:
         vars(self).pop("number", None)
 
     def read(self) -> bytes:
-        """Its first bytes.
+        """Its first 512 bytes.
 
         Raises:
             OSError: It is not there, or the program has closed the file.
@@ -253,14 +254,14 @@ class _OpenFile:
             number = vars(self).setdefault("number", opened)
             if number != opened:  # another thread was first
                 os.close(opened)
-        return os.pread(number, 256, 0)
+        return os.pread(number, 512, 0)
 
     def give_up(self) -> None:
         """Read it no more in this process."""
         self.number = -1
 
 
-_statm, _meminfo = _OpenFile("/proc/self/statm"), _OpenFile("/proc/meminfo")
+_statm, _meminfo = OpenFile("/proc/self/statm"), OpenFile("/proc/meminfo")
 
 
 def process_rss_bytes() -> int | None:
@@ -299,37 +300,54 @@ def process_peak_rss_bytes() -> int | None:
     return largest * (1 if sys.platform == "darwin" else 1024) or None
 
 
+class _Ram(NamedTuple):
+    """Bytes of the machine's memory, and why they are not known."""
+
+    total: int | None
+    used: int | None
+    available: int | None
+    reason: str | None = None
+
+
 def system_memory() -> MemorySnapshot:
     """RAM of the machine (total, used, available in bytes); the other fields stay empty."""
+    ram = _ram()
+    return MemorySnapshot(
+        ram_total_bytes=ram.total,
+        ram_used_bytes=ram.used,
+        ram_available_bytes=ram.available,
+        unavailable=_unavailable(ram),
+    )
+
+
+def _unavailable(ram: _Ram) -> dict[str, str]:
+    return {} if ram.reason is None else dict.fromkeys(_RAM, ram.reason)
+
+
+def _ram() -> _Ram:
     if _HAS_PROC:
         try:
-            return _memory_of_linux(_meminfo.read())
+            return _ram_of_linux(_meminfo.read())
         except (OSError, ValueError):  # as above, or a kernel or container whose figures make no sense
             _meminfo.give_up()
     reading = attempt(psutil.virtual_memory)
     memory = reading.value
     if memory is None:
-        names = ("ram_total_bytes", "ram_used_bytes", "ram_available_bytes")
-        return MemorySnapshot(unavailable=dict.fromkeys(names, reading.reason or "unknown"))
-    return MemorySnapshot(
-        ram_total_bytes=int(memory.total),
-        ram_used_bytes=int(memory.used),
-        ram_available_bytes=int(memory.available),
-    )
+        return _Ram(None, None, None, reading.reason or "unknown")
+    return _Ram(int(memory.total), int(memory.used), int(memory.available))
 
 
-def _memory_of_linux(meminfo: bytes) -> MemorySnapshot:
+def _ram_of_linux(meminfo: bytes) -> _Ram:
     """Used is what is not available, as psutil has it since version 7.
 
     Raises:
         ValueError: The two figures are not there (Linux before 3.14), or make no sense, as in some containers.
     """
-    total, available = (int(kib) * 1024 for kib in _TOTAL_AND_AVAILABLE.findall(meminfo))
+    total_kib, available_kib = _TOTAL_AND_AVAILABLE.findall(meminfo)
+    total, available = int(total_kib) * 1024, int(available_kib) * 1024
     if not 0 < available <= total:
         raise ValueError(f"{available} of {total} bytes of RAM are available")
-    return MemorySnapshot(
-        ram_total_bytes=total, ram_used_bytes=total - available, ram_available_bytes=available
-    )
+    return _Ram(total, total - available, available)
 
 
 def memory_snapshot(accelerator: Accelerator | None = None) -> MemorySnapshot:
@@ -339,19 +357,18 @@ def memory_snapshot(accelerator: Accelerator | None = None) -> MemorySnapshot:
         accelerator: What to ask about devices; None finds out (`detect_accelerator`).
     """
     accelerator = detect_accelerator() if accelerator is None else accelerator
-    system = system_memory()
-    rss = process_rss()
-    unavailable = dict(system.unavailable)
-    if rss.reason is not None:
-        unavailable["process_rss_bytes"] = rss.reason
+    ram, rss = _ram(), process_rss_bytes()
+    unavailable = _unavailable(ram)
+    if rss is None:
+        unavailable["process_rss_bytes"] = _rss_by_psutil().reason or "unknown"
     devices = accelerator.devices()
     if not devices:
         unavailable["accelerators"] = why_no_devices(accelerator)
     return MemorySnapshot(
-        ram_total_bytes=system.ram_total_bytes,
-        ram_used_bytes=system.ram_used_bytes,
-        ram_available_bytes=system.ram_available_bytes,
-        process_rss_bytes=rss.value,
+        ram_total_bytes=ram.total,
+        ram_used_bytes=ram.used,
+        ram_available_bytes=ram.available,
+        process_rss_bytes=rss,
         accelerators=tuple(accelerator.memory(device) for device in devices),
         current_device=accelerator.current_device(),
         unavailable=unavailable,

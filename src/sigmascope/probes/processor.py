@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from sigmascope.probes.host import OpenFile
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.performance import ProcessorUse
 
@@ -87,18 +88,19 @@ def _text_of(path: str) -> bytes:
 def _throttled() -> Reading[int]:
     found = _file_of_quota()
     file = found.value
-    return Reading(None, found.reason) if file is None else attempt(lambda: throttled_ns(file))
+    return Reading(None, found.reason) if file is None else attempt(lambda: _throttled_ns(file.read()))
 
 
 @cache
-def _file_of_quota() -> Reading[Path]:
-    """Where this process reads how long it was held back, looked for once."""
-    found = attempt(statistics_of_group)
-    file = found.value
-    if file is None:
-        return found
-    reason = attempt(lambda: throttled_ns(file)).reason
-    return found if reason is None else Reading(None, reason)
+def _file_of_quota() -> Reading[OpenFile]:
+    """Where this process reads how long it was held back, looked for once, and open from then on."""
+
+    def find() -> OpenFile:
+        path = statistics_of_group()
+        throttled_ns(path)
+        return OpenFile(str(path))
+
+    return attempt(find)
 
 
 def statistics_of_group(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> Path:
@@ -138,10 +140,22 @@ def throttled_ns(statistics: Path) -> int:
     Raises:
         OSError: The file cannot be read, or has no such count, as a group without a quota has none.
     """
-    found = _THROTTLED.search(_text_of(str(statistics)))
-    if found is not None:
-        return int(found[2]) * (1000 if found[1] == b"usec" else 1)
-    raise OSError(f"{statistics} has no throttled_usec: no quota is set")
+    try:
+        return _throttled_ns(_text_of(str(statistics)))
+    except ValueError:
+        raise OSError(f"{statistics} has no throttled_usec: no quota is set") from None
+
+
+def _throttled_ns(statistics: bytes) -> int:
+    """The same of what the file says.
+
+    Raises:
+        ValueError: It has no such count.
+    """
+    found = _THROTTLED.search(statistics)
+    if found is None:
+        raise ValueError("there is no throttled_usec")
+    return int(found[2]) * (1000 if found[1] == b"usec" else 1)
 
 
 def processor_use(before: ProcessorMoment, after: ProcessorMoment) -> tuple[ProcessorUse, Mapping[str, str]]:

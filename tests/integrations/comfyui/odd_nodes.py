@@ -3,10 +3,11 @@
 import asyncio
 import importlib
 import inspect
-import os
 import threading
 from pathlib import Path
 from typing import Any
+
+import torch
 
 EXECUTION: Any = importlib.import_module("execution")
 MANAGEMENT: Any = importlib.import_module("comfy.model_management")
@@ -80,20 +81,30 @@ class OddEnd(Odd):
         return {}
 
 
+class OddHold(Odd):
+    """Makes a latent that is so many MiB larger."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"x": ("LATENT",), "mib": ("INT", {"default": 0, "max": 10**6})}}
+
+    def run(self, x: Any, mib: int) -> Any:
+        return ({**x, "held": torch.ones(mib, 2**18)},)
+
+
 class OddLoop(Odd):
-    """Expands into itself, as loops do, and holds so many MiB in each turn."""
+    """Expands into a node that holds memory and into itself, as loops do."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         numbers = {name: ("INT", {"default": 0, "max": 10**6}) for name in ("turns", "mib")}
-        return {"required": {"x": ("LATENT",), **numbers}}
+        return {"required": {"x": ("LATENT", {"rawLink": True}), **numbers}}
 
     def run(self, x: Any, turns: int, mib: int) -> Any:
-        held = {**x, "held": bytearray(os.urandom(2**16) * 16 * mib)}
-        if not turns:
-            return (held,)
         graph = GraphBuilder()
-        node = graph.node("OddLoop", x=held, turns=turns - 1, mib=mib)
+        node = graph.node("OddHold", x=x, mib=mib)
+        if turns > 1:
+            node = graph.node("OddLoop", x=node.out(0), turns=turns - 1, mib=mib)
         return {"result": (node.out(0),), "expand": graph.finalize()}
 
 
@@ -237,6 +248,7 @@ NODE_CLASS_MAPPINGS = {
         OddTakesList,
         OddChanged,
         OddEnd,
+        OddHold,
         OddLoop,
         OddExecutor,
         OddThreads,

@@ -133,7 +133,7 @@ def test_where_the_systems_figures_make_no_sense_psutil_is_asked(
     meminfo: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_bytes(meminfo)
-    monkeypatch.setattr(memory_module, "_meminfo", memory_module._OpenFile(str(tmp_path / "meminfo")))
+    monkeypatch.setattr(memory_module, "_meminfo", memory_module.OpenFile(str(tmp_path / "meminfo")))
     assert system_memory().ram_total_bytes == psutil.virtual_memory().total
     assert memory_module._meminfo.number == -1
 
