@@ -89,6 +89,31 @@ def test_a_folder_that_is_no_comfyui_is_refused(tmp_path: Path) -> None:
             act(tmp_path)
 
 
+def test_a_base_directory_takes_the_loader_and_its_last_start_alone_says_what_is_on(tmp_path: Path) -> None:
+    for folder in ("custom_nodes", "models", "user/sigmascope"):
+        (tmp_path / folder).mkdir(parents=True)
+    on = {"name": "files", "gives": "", "state": "on", "reason": None}
+    (tmp_path / "user" / "sigmascope" / "status.json").write_text(json.dumps({"instruments": [on]}))
+    run("install", str(tmp_path))
+    known = node_pack.status(tmp_path)
+    assert (known["installed"], known["comfyui"]) == (True, None)
+    assert {part["fits"] for part in known["instruments"]} == {None}
+    assert {part["name"]: part["last_start"] for part in known["instruments"]}["files"] == "on"
+    assert "off" not in run("status", str(tmp_path))
+    run("uninstall", str(tmp_path))
+    assert not list((tmp_path / "custom_nodes").iterdir())
+
+
+def test_records_are_counted_where_the_environment_says_that_they_are(
+    comfyui: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "sigmascope-prompt-1.json").write_text("{}")
+    monkeypatch.setenv("SIGMASCOPE_COMFYUI_RECORDS", str(elsewhere))
+    assert node_pack.status(comfyui)["records"] == [str(elsewhere / "sigmascope-prompt-1.json")]
+
+
 def test_the_loader_never_stops_comfyui(comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = ModuleType("sigmascope.integrations.comfyui.loader")  # without what the loader asks of it
     monkeypatch.setitem(sys.modules, broken.__name__, broken)

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,32 @@ def test_a_lora_s_keys_and_patches_are_counted(watch: Watch, host: Host) -> None
     assert nodes(run)["4"].facts["lora"] == [{"keys": 3, "patches": 1}]
     (verdict,) = nodes(run)["4"].facts["lora_verdicts"]
     assert verdict["effective"] is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "named"),
+    [
+        ({"lora_name": "x.safetensors"}, ["x.safetensors"]),
+        ({"lora_1": {"on": True, "lora": "a.safetensors"}, "lora_2": {"on": False, "lora": "b.safetensors"}}, ["a.safetensors"]),
+        ({"stack": [("b.safetensors", 1.0, 1.0), ("a.safetensors", 0.5, 0.5)]}, ["b.safetensors", "a.safetensors"]),
+        ({"first": "a.safetensors", "mode": "simple", "second": "None"}, ["a.safetensors"]),
+        ({"text": "a cat"}, ["(unnamed)"]),
+    ],
+)  # fmt: skip
+def test_a_node_s_loras_are_named_wherever_their_names_are_given(
+    watch: Watch, host: Host, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], named: list[str]
+) -> None:
+    known = {"a.safetensors", "b.safetensors"}
+    folders = SimpleNamespace(get_full_path=lambda _kind, name: f"/loras/{name}" if name in known else None)
+    monkeypatch.setitem(sys.modules, "folder_paths", folders)
+
+    def load(**_: Any) -> Any:
+        host.module("comfy.lora").load_lora({"a": 1}, {"a": 1})
+        return (1,)
+
+    host.nodes["Loras"] = Node(("OTHER",), load)
+    run = watch().run({"1": {"class_type": "Loras", "inputs": inputs}})
+    assert [verdict["lora"] for verdict in nodes(run)["1"].facts["lora_verdicts"]] == named
 
 
 UNET, TEXT = "lora_unet_mid_block_attentions_0_proj_in", "lora_te_text_model_encoder_layers_0_mlp_fc1"
