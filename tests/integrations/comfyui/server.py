@@ -82,6 +82,14 @@ class Server:
         found: list[str] = re.findall(pattern, (self.base / f"server-{self.port}.log").read_text())
         return found[-1]
 
+    def wait_for_log(self, pattern: str) -> None:
+        """Wait until ComfyUI's log has a pattern."""
+        for _ in range(1000):
+            if re.search(pattern, (self.base / f"server-{self.port}.log").read_text()):
+                return
+            time.sleep(0.02)
+        raise TimeoutError(pattern)
+
     def texts(self, prompt_id: str) -> list[str]:
         """The texts that a prompt's nodes gave."""
         outputs = self.wait_for(prompt_id)["outputs"].values()

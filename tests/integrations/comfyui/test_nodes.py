@@ -232,7 +232,7 @@ def test_a_lora_s_keys_and_patches_are_counted(watch: Watch, host: Host) -> None
     [
         ({"lora_name": "x.safetensors"}, ["x.safetensors"]),
         ({"lora_1": {"on": True, "lora": "a.safetensors"}, "lora_2": {"on": False, "lora": "b.safetensors"}}, ["a.safetensors"]),
-        ({"stack": [("b.safetensors", 1.0, 1.0), ("a.safetensors", 0.5, 0.5)]}, ["b.safetensors", "a.safetensors"]),
+        ({"stack": {"all": [("b.safetensors", 1.0, 1.0), ("a.safetensors", 0.5, 0.5)]}}, ["b.safetensors", "a.safetensors"]),
         ({"first": "a.safetensors", "mode": "simple", "second": "None"}, ["a.safetensors"]),
         ({"text": "a cat"}, ["(unnamed)"]),
     ],
