@@ -82,8 +82,19 @@ class Peaks:
             mine.reserved.see(peak.reserved.value, peak.reserved.at_ns)
             mine.not_reset = mine.not_reset or peak.not_reset
 
-    def freeze(self, start_ns: int, why: Callable[[str], Mapping[str, str]]) -> PeakMemory:
-        """Return the record, with times in seconds since `start_ns`."""
+    def freeze(
+        self,
+        start_ns: int,
+        why: Callable[[str], Mapping[str, str]],
+        missing: Callable[[int | None, int | None, bool], Mapping[str, str]] = lambda *_: {},
+    ) -> PeakMemory:
+        """Return the record, with times in seconds since `start_ns`.
+
+        Args:
+            start_ns: On the recorder's clock.
+            why: Of a device, why figures of its allocator are missing.
+            missing: Given the process's and the machine's peaks, and whether there are devices, why what is missing is.
+        """
         rss, rss_at = self.rss.since(start_ns)
         ram_used, ram_used_at = self.ram_used.since(start_ns)
         devices = tuple(
@@ -93,6 +104,7 @@ class Peaks:
             rss_bytes=rss,
             rss_at_seconds=rss_at,
             accelerators=devices,
+            unavailable=missing(rss, ram_used, bool(devices)),
             ram_used_bytes=ram_used,
             ram_used_at_seconds=ram_used_at,
         )

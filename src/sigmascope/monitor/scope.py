@@ -13,7 +13,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from struct import Struct
 from time import process_time_ns
@@ -76,6 +76,7 @@ _MOST_NAMES: Final = 16
 _MOST_SUMS: Final = 100
 OTHERS: Final = "others"
 """Where names are made up call by call, those beyond the first are counted together, under this."""
+_NO_STEPS: Final = Steps()
 _RESOLVE_FROM = 64
 _JUST_PAST_NS: Final = 500_000
 COLUMNS: Final = 5
@@ -319,7 +320,7 @@ class Scope:
 
     def _steps(self, started_ns: int) -> Steps:
         if not len(self.columns):
-            return Steps()
+            return _NO_STEPS
         self.instruments.resolve(self.columns.timings)
         return self.columns.freeze(started_ns, self.instruments.step_reasons())
 
@@ -332,8 +333,8 @@ class Scope:
     def _peak(self) -> PeakMemory | None:
         if self._peaks is None:
             return None
-        peak = self._peaks.freeze(self.started_ns, self.instruments.device_reasons)
-        return replace(peak, unavailable=self.instruments.peak_reasons(peak))
+        instruments = self.instruments
+        return self._peaks.freeze(self.started_ns, instruments.device_reasons, instruments.peak_reasons)
 
 
 class FoldedScopes:
@@ -381,14 +382,13 @@ class FoldedScopes:
         """Return the record; None where nothing was folded."""
         if self._first_ns is None:
             return None
-        peak = self._peaks.freeze(run_started_ns, instruments.device_reasons)
         return Folded(
             kept=self.kept,
             generations=self.generations,
             first_at_seconds=(self._first_ns - run_started_ns) / 1e9,
             last_at_seconds=(self._last_ns - run_started_ns) / 1e9,
             stages=dict(self._sums),
-            peak=replace(peak, unavailable=instruments.peak_reasons(peak)),
+            peak=self._peaks.freeze(run_started_ns, instruments.device_reasons, instruments.peak_reasons),
         )
 
 
@@ -636,15 +636,16 @@ class Instruments:
     def _why_no_devices(self) -> str | None:
         return None if self.accelerator.devices() else why_no_devices(self.accelerator)
 
-    def peak_reasons(self, peak: PeakMemory) -> dict[str, str]:
-        """For each field of `peak` that is missing, why it is."""
-        reasons = {**self.step_reasons(), "ram_used_bytes": self.guard.reasons.get("system_memory")}
-        known = {
-            "rss_bytes": (peak.rss_bytes, self.guard.reasons.get("process_rss")),
-            "ram_used_bytes": (peak.ram_used_bytes, reasons["ram_used_bytes"]),
-            "accelerators": (peak.accelerators or None, reasons.get("allocated_bytes")),
-        }
-        return {name: reason or FAILED for name, (value, reason) in known.items() if value is None}
+    def peak_reasons(self, rss: int | None, ram_used: int | None, has_devices: bool) -> dict[str, str]:
+        """For each field of a `PeakMemory` that is missing, why it is."""
+        reasons = {}
+        if rss is None:
+            reasons["rss_bytes"] = self.guard.reasons.get("process_rss") or FAILED
+        if ram_used is None:
+            reasons["ram_used_bytes"] = self.guard.reasons.get("system_memory") or FAILED
+        if not has_devices:
+            reasons["accelerators"] = self.step_reasons().get("allocated_bytes") or FAILED
+        return reasons
 
     def device_reasons(self, device: str) -> Mapping[str, str]:
         """Why figures of a device's allocator are missing, by the names of `AllocatorBytes`."""

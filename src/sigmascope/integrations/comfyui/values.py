@@ -54,7 +54,7 @@ class Values(Instrument):
             or result[2]
         ):
             return  # of a node that expands, the outputs are those of its nodes
-        looks = prompt.until_the_end(self.name, list[_Look])
+        looks: list[_Look] = prompt.until_the_end(self.name, list)
         outputs, kinds = result[0], getattr(call.get("obj"), "RETURN_TYPES", ())
         for slot, values in enumerate(outputs if isinstance(outputs, list) else ()):
             kind: Kind = _KINDS.get(str(kinds[slot]) if slot < len(kinds) else "", "other")
@@ -63,7 +63,7 @@ class Values(Instrument):
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """See `Instrument`."""
-        looks = prompt.until_the_end(self.name, list[_Look])
+        looks: list[_Look] = prompt.until_the_end(self.name, list)
         constant: dict[tuple[str, int], bool] = {}
         odd: list[dict[str, Any]] = []
         for look in looks:
