@@ -89,7 +89,7 @@ def test_a_model_stored_as_float8_is_half_of_its_file(base: Path, server: Server
 
 
 def test_what_arrives_of_a_lora_on_a_float8_model_is_told(base: Path, server: Server) -> None:
-    strength = 0.05
+    strength = 0.35
     stored = {
         name: load_file(base / "models" / f"{name}.safetensors")
         for name in ("diffusion_models/sd3", "loras/sd3")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from tests.integrations.comfyui.conftest import Watch
-from tests.integrations.comfyui.host import Host, Node
+from tests.integrations.comfyui.host import Host, Node, latent
 from tests.integrations.comfyui.test_nodes import GRAPH, nodes, states, with_node
 
 from sigmascope.integrations.comfyui.one_line import line_of
-from sigmascope.integrations.comfyui.recording import PromptRecording
+from sigmascope.integrations.comfyui.recording import FACTS, PromptRecording
 from sigmascope.records.serialization import load_run
 from sigmascope.reports.html import to_html
 
@@ -130,3 +130,26 @@ def test_a_record_that_cannot_be_made_costs_no_other(watch: Watch, monkeypatch: 
         watched.host.prompt(GRAPH, "first")
     assert watched.run(GRAPH, "second").facts["comfyui"]["prompt_id"] == "second"
     assert watched.off() == {}
+
+
+@pytest.mark.parametrize(
+    "kind", [*sorted(FACTS), "generation", "denoising", "steps", "a/b: c", "", "💥", "x" * 600, "\ud800"]
+)
+def test_a_class_may_have_any_name(watch: Watch, host: Host, tmp_path: Path, kind: str) -> None:
+    host.nodes["Noise"] = Node(("LATENT",), lambda: (latent(),))
+    host.nodes[kind] = Node(("LATENT",), lambda x: ({"samples": x["samples"] * float("nan")},))
+    graph = {
+        "1": {"class_type": "Noise", "inputs": {}},
+        "2": {"class_type": kind, "inputs": {"x": ["1", 0]}},
+    }
+    watched = watch()
+    run = watched.run(graph)
+    assert watched.off() == {}
+    assert states(run) == {"1": "run", "2": "run"}
+    assert run.facts["comfyui"]["first_odd_output"]["node"] == "2"
+    assert [finding.id for finding in run.findings].count("comfyui.odd_output") == 1
+    assert len(run.stages) == 1
+    (saved,) = tmp_path.glob("sigmascope-prompt-*.json")
+    assert states(load_run(saved)) == states(run)
+    assert to_html(run)
+    assert line_of(run)

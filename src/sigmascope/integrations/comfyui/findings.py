@@ -35,7 +35,7 @@ def tell(node: NodeWatch, id: str, **evidence: JsonScalar) -> None:
     """Put a finding on a node's stage."""
     row = FINDINGS[id]
     known = {"class_type": node.class_type, "node": node.id, **evidence}
-    analysis = node.facts.setdefault(node.class_type, {})
+    analysis = node.facts.setdefault(node.name, {})
     analysis.setdefault("findings", []).append(
         {
             "id": id,

@@ -113,7 +113,7 @@ class Lora(Instrument):
                 verdict = {"effective": None, "reason": _NO_MODEL}
             else:
                 verdict, analysis = judge(_with_own_patches(models, one), one.path, one.leads_nowhere)
-                own = one.node.facts.setdefault(one.node.class_type, {})
+                own = one.node.facts.setdefault(one.node.name, {})
                 analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
                 own.update(analysis)
             verdict["says"] = f"{one.name}: {in_words(verdict)}"

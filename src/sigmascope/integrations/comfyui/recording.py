@@ -22,6 +22,22 @@ COMFYUI: Final = "comfyui"
 """The fact of a run that holds what ComfyUI's prompt was."""
 NODE: Final = "node"
 """The fact of a stage that says which node it was."""
+FACTS: Final = frozenset(
+    {
+        NODE,
+        SAMPLING,
+        "files",
+        "loads",
+        "lora",
+        "lora_verdicts",
+        "odd_outputs",
+        "progress",
+        "text_encoding",
+        "tiled",
+        "vae",
+    }
+)
+"""What instruments put on a node's stage. What is found to be amiss with a node lies beside it, under the stage's name."""
 NodeState = Literal["run", "cached", "error", "interrupted", "not run"]
 T = TypeVar("T")
 _SEVERAL_AT_ONCE: Final = "ComfyUI told of several steps at once: some steps are the sum of several"
@@ -36,6 +52,7 @@ class NodeWatch:
     Attributes:
         id: In the graph; a node that another expanded into has that one's id at its beginning.
         class_type: As the graph has it.
+        name: Of its stage.
         state: What became of it.
         ended_ns: When it ended; None: it has not.
         facts: What instruments say of it, by the name of the fact.
@@ -49,7 +66,7 @@ class NodeWatch:
     """
 
     def __init__(self, id: str, class_type: str, stage: LiveStage, context: Context) -> None:
-        self.id, self.class_type = id, class_type
+        self.id, self.class_type, self.name = id, class_type, class_type
         self.stage, self.context = stage, context
         self.room, self.depth = context, 0
         self.state: NodeState = "run"
@@ -141,7 +158,9 @@ class PromptRecording:
         parent_id = None if self.dynprompt is None else self.dynprompt.get_parent_node_id(node_id)
         around = None if parent_id is None else self.nodes.get(parent_id)
         room = self._context if around is None else around.room
-        node = NodeWatch(node_id, class_type, self.recorder.stage(class_type), room.copy())
+        name = class_type if class_type not in FACTS else f"{class_type} (node)"
+        node = NodeWatch(node_id, class_type, self.recorder.stage(name), room.copy())
+        node.name = name
         if around is not None:
             node.depth = around.depth + 1
         if node.depth >= _DEEPEST:
