@@ -19,8 +19,8 @@ GraphBuilder: Any = importlib.import_module("comfy_execution.graph_utils").Graph
 IO: Any = importlib.import_module("comfy_api.latest").io
 
 
-class Odd:
-    """Hands its latent on."""
+class OddBase:
+    """What all of them have."""
 
     RETURN_TYPES: Any = ("LATENT",)
     FUNCTION = "run"
@@ -30,11 +30,15 @@ class Odd:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"x": ("LATENT",)}}
 
+
+class Odd(OddBase):
+    """Hands its latent on."""
+
     def run(self, x: Any) -> Any:
         return (x,)
 
 
-class OddLazy(Odd):
+class OddLazy(OddBase):
     """Takes one of two inputs, and asks for that alone."""
 
     @classmethod
@@ -81,7 +85,7 @@ class OddEnd(Odd):
         return {}
 
 
-class OddHold(Odd):
+class OddHold(OddBase):
     """Makes a latent that is so many MiB larger."""
 
     @classmethod
@@ -92,7 +96,7 @@ class OddHold(Odd):
         return ({**x, "held": torch.ones(mib, 2**18)},)
 
 
-class OddLoop(Odd):
+class OddLoop(OddBase):
     """Expands into a node that holds memory and into itself, as loops do."""
 
     @classmethod
@@ -166,7 +170,7 @@ class OddExit(Odd):
         raise KeyboardInterrupt
 
 
-class OddText(Odd):
+class OddText(OddBase):
     """Takes words in inputs of any name."""
 
     @classmethod
@@ -178,7 +182,7 @@ class OddText(Odd):
         return (x,)
 
 
-class OddLoras(Odd):
+class OddLoras(OddBase):
     """Puts on all LoRAs of a dict that it is given, as loaders of many do."""
 
     RETURN_TYPES = ("MODEL", "CLIP")

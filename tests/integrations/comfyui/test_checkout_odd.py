@@ -236,8 +236,12 @@ def test_records_that_cannot_be_written_cost_no_prompt(base: Path, tmp_path: Pat
     store = tmp_path / "store"
     store.mkdir()
     store.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    folders = {"SIGMASCOPE_COMFYUI_RECORDS": str(blocked / "records"), "SIGMASCOPE_KEEP": "1"}
-    with serving(new, SIGMASCOPE_STORE=str(store / "runs.db"), **folders) as server:
+    with serving(
+        new,
+        SIGMASCOPE_COMFYUI_RECORDS=str(blocked / "records"),
+        SIGMASCOPE_STORE=str(store / "runs.db"),
+        SIGMASCOPE_KEEP="1",
+    ) as server:
         prompt_id = server.prompt(graph())
         assert server.wait_for(prompt_id)["status"]["status_str"] == "success"
         assert server.pictures(prompt_id)

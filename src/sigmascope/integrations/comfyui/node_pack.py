@@ -133,7 +133,7 @@ def status(path: Path) -> PackStatus:
     by_name = {part.get("name"): part for part in (last or {}).get("instruments", ())}
     parts: list[PartStatus] = []
     for kind in kinds():
-        why_not = _NO_SOURCE
+        why_not: str | None = _NO_SOURCE
         if has_source:
             why_not = next((fault for need in kind.needs if (fault := need.fault_in(path)) is not None), None)
         known = by_name.get(kind.name, {})
