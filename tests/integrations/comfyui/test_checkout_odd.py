@@ -221,8 +221,10 @@ def test_with_another_cache_records_are_right(base: Path, tmp_path: Path, option
         pytest.skip(f"this ComfyUI has no {options[0]}")
     new = new_base(base, tmp_path, "odd nodes")
     more = [*options, "--disable-metadata", "--multi-user", "--output-directory", str(tmp_path / "out")]
+    # ComfyUI 0.3.64 itself fails at a node that expands, with this option.
+    nodes = graph("PlantedAsync" if options[0] == "--cache-none" else "PlantedSubgraph")
     with serving(new, options=more) as server:
-        first, again = server.run(graph("PlantedSubgraph")), server.run(graph("PlantedSubgraph"))
+        first, again = server.run(nodes), server.run(nodes)
     assert is_whole(first)
     assert is_whole(again)
     assert set(states(first).values()) == {"run"}
