@@ -126,6 +126,16 @@ def test_a_node_that_runs_a_prompt_of_its_own_gives_two_records(odd: Server) -> 
     assert states(inner) == {"1": "run", "2": "run"}
 
 
+def test_of_a_prompt_that_runs_again_without_a_change_the_node_that_asked_for_it_is_seen(odd: Server) -> None:
+    """capitan01R/ComfyUI-Krea2T-Enhancer issue 2: "node re-executes every time even with fixed seed"."""
+    nodes = chain("Odd", "OddChanged", "OddList", "Odd")
+    odd.run(nodes)
+    run = odd.run(nodes)
+    ran = [stage.facts["node"]["id"] for stage in run.stages[0].children]
+    assert (states(run)["2"], ran[0], set(ran)) == ("cached", "3", set("3456"))
+    assert run.facts["comfyui"]["changed"]["settings"] == []
+
+
 def test_a_node_that_interrupts_is_named(odd: Server) -> None:
     run = odd.run(chain("OddInterrupt", "Odd"))
     assert (states(run)["2"], states(run)["3"]) == ("interrupted", "not run")

@@ -2,7 +2,7 @@
 
 import pytest
 from tests.integrations.comfyui.graphs import SLEEP, family, graph
-from tests.integrations.comfyui.server import Server, node, packs
+from tests.integrations.comfyui.server import Server, node, packs, states
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
@@ -27,6 +27,23 @@ def test_models_that_are_read_again_for_each_prompt(server: Server) -> None:
     assert {file["file"] for file in again} >= {"sd3.safetensors", "clip_l.safetensors", "tiny16.safetensors"}
     changed = run.facts["comfyui"]["changed"]
     assert (changed["files_read_then"], changed["files_read_now"]) == (False, True)
+
+
+def test_another_workflow_with_the_same_model(server: Server) -> None:
+    """Comfy-Org/ComfyUI issue 4053: "6-Second Delay for the First Image When Switching Workflows, Even with the Same Model"."""
+    server.run(family("sd3", seed=48))
+    other = {f"1{number}": node for number, node in family("sd3", seed=49).items()}
+    for one in other.values():
+        for name, value in one["inputs"].items():
+            one["inputs"][name] = [f"1{value[0]}", value[1]] if isinstance(value, list) else value
+    prompt_id = server.prompt(other)
+    messages = dict(server.wait_for(prompt_id)["status"]["messages"])
+    cached, run = messages["execution_cached"]["nodes"], server.record(prompt_id)
+    assert {name for name, state in states(run).items() if state == "cached"} == set(cached)
+    read = {stage.facts["node"]["id"] for stage in run.walk() if stage.facts.get("files")}
+    assert read == {"11", "12", "14", "19"} - set(cached)
+    loads = [one for load in node(run, "16").facts["loads"] for one in load["models"]]
+    assert [one["kept"] for one in loads if one["model"] == "SD3"] == ["11" in cached and "12" in cached]
 
 
 def test_the_time_of_a_node_that_raises(server: Server) -> None:
