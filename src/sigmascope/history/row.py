@@ -11,7 +11,7 @@ from sigmascope.analysis.generations import PERFORMANCE, Case, cases
 from sigmascope.analysis.recipe import recipe_digest
 from sigmascope.errors import ConfigError
 from sigmascope.plain_text import in_one_line
-from sigmascope.records.failures import OUT_OF_MEMORY
+from sigmascope.records.failures import outcome_of
 from sigmascope.records.performance import BENCHMARK, work_of
 from sigmascope.records.run import (
     RECIPE,
@@ -19,19 +19,11 @@ from sigmascope.records.run import (
     ComponentFacts,
     HostFacts,
     Run,
-    Stage,
     impossible_times,
     is_duration,
     stage_seconds,
 )
 
-OK: Final = "ok"
-FAILED: Final = "failed"
-RAN_OUT: Final = "out of memory"
-INTERRUPTED: Final = "interrupted"
-OUTCOMES: Final = (OK, FAILED, RAN_OUT, INTERRUPTED)
-_INTERRUPTIONS: Final = ("KeyboardInterrupt", "SystemExit", "InterruptProcessingException", "CancelledError")
-"""Exceptions by which a run is ended on purpose."""
 _COMFYUI, _FILES, _KEPT_FILES, _VERDICTS = "comfyui", "files", "files_kept", "lora_verdicts"
 """Facts of a prompt of ComfyUI."""
 _LONGEST: Final = 500
@@ -92,7 +84,7 @@ def row_of(run: Run) -> Row:
         _text(run.id) or "unnamed",
         _text(run.name) or "",
         _moment(run.started_at),
-        _outcome(run),
+        outcome_of(run.stages, complete=run.complete),
         float(run.seconds),
         len(generations) + folded,
         median(seconds) if seconds else None,
@@ -140,27 +132,6 @@ def _first_generation(run: Run) -> Case | None:
         return None
     named = (case for case in known if case.number is not None)
     return next(named, known[0] if known else None)
-
-
-def _outcome(run: Run) -> str:
-    """How the run ended: by the stages that lie in no other, since what failed inside may have been caught."""
-    failed = [stage for stage in run.stages if not stage.success]
-    for stage in failed:
-        if any(OUT_OF_MEMORY.search(error) for error in _errors(stage)):
-            return RAN_OUT
-    if any(error.startswith(_INTERRUPTIONS) for stage in failed for error in _errors(stage)):
-        return INTERRUPTED
-    if failed:
-        return FAILED
-    return OK if run.complete else INTERRUPTED
-
-
-def _errors(stage: Stage) -> Iterator[str]:
-    if stage.error is not None:
-        yield stage.error
-    if stage.exception_details is not None:
-        yield stage.exception_details.type.rpartition(".")[2]
-        yield f"{stage.exception_details.type}: {stage.exception_details.message}"
 
 
 class _Size(TypedDict):

@@ -1,8 +1,8 @@
 """ASGI middleware that times requests, counts their bytes and errors, and serves Prometheus metrics.
 
 It is pure ASGI 3, so it serves Starlette, FastAPI, Litestar, Quart and bare applications alike; it imports none of
-them. `Exchange` follows one request and its response, `RequestMetrics` counts for Prometheus by the
-prometheus-client package, and `request_summary` gives the remembered requests in a few figures.
+them. `Exchange` follows one request and its response, `route_of` finds the route that answered it, and `request_summary`
+gives the remembered requests in a few figures. `sigmascope.reports.prometheus` counts.
 """
 
 import inspect
@@ -10,11 +10,11 @@ import os
 import re
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -23,14 +23,15 @@ from typing import Any, Final
 from sigmascope.analysis.run_figures import percentile
 from sigmascope.errors import ConfigError
 from sigmascope.history.keeper import keep
-from sigmascope.installation import install_extra
 from sigmascope.integrations.autostart import say
 from sigmascope.monitor.generation import SERVED, ServedRequest
 from sigmascope.monitor.guard import Guard, whole_number
+from sigmascope.monitor.publishing import PUBLISHER, Published
 from sigmascope.probes.reading import error_text, keeps_words
 from sigmascope.records.performance import RequestRecord
 from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_texts
 from sigmascope.records.run import Run
+from sigmascope.reports.prometheus import CONTENT_TYPE, Metrics, metrics_of_process
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -42,12 +43,8 @@ _ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]{0,40}")
 _LONGEST_PATH: Final = 500
 """Letters of a request's path that its record keeps."""
-METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
-"""Clients may invent methods, and every label's value is kept for good."""
-_MOST_MODELS: Final = 100
-"""Names of models may come from clients too; those beyond these are counted together, as "other"."""
-_SECONDS_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+_LONGEST_DRAIN_SECONDS: Final = 0.1
+"""A server that is asked for metrics waits so long for another thread that is counting."""
 
 
 class PerformanceMonitoringMiddleware:
@@ -62,7 +59,7 @@ class PerformanceMonitoringMiddleware:
             characters, all letters, digits or `._:-`; otherwise a new one is made.
         history: How many requests to remember.
         metrics_path: Path that serves Prometheus metrics, such as "/metrics"; None: no path. This needs the package
-            prometheus-client.
+            prometheus-client. They hold the stages of all generations of the process, whoever watches them.
         on_request: Called with the `RequestRecord` of each finished request.
         prompts: Exceptions and paths may quote a prompt. So unless this is "full", the record of a request has no text of
             the application's exception, and instead of the path its route, or its first part. Runs are kept without what
@@ -102,7 +99,7 @@ class PerformanceMonitoringMiddleware:
         if metrics_path is not None and not metrics_path.startswith("/"):
             raise ConfigError(f"metrics_path is {metrics_path!r}.", hint='Begin it with "/".')
         self._metrics_path = metrics_path
-        self._metrics = RequestMetrics() if metrics_path is not None else None
+        self._metrics = _counting_runs() if metrics_path is not None else None
         if inspect.iscoroutinefunction(on_request):
             raise ConfigError(
                 "on_request is a coroutine function, which nothing would await.",
@@ -123,7 +120,7 @@ class PerformanceMonitoringMiddleware:
             else:
                 await self._watch(scope, receive, send)
         elif scope["type"] == "websocket":
-            with _serving(ServedRequest(request_id_of(scope, self._header), on_run=self._on_run)):
+            with _serving(self._served(scope)):
                 await self.app(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -142,8 +139,14 @@ class PerformanceMonitoringMiddleware:
         """Counts, errors, bytes and percentiles of seconds over the remembered requests."""
         return request_summary(self.requests(), self.in_flight)
 
+    def _served(self, scope: Scope) -> ServedRequest:
+        mounted_at = str(scope.get("root_path", ""))
+        return ServedRequest(
+            request_id_of(scope, self._header), on_run=self._on_run, route=lambda: route_of(scope, mounted_at)
+        )
+
     async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        served = ServedRequest(request_id_of(scope, self._header), on_run=self._on_run)
+        served = self._served(scope)
         with self._lock:
             self._in_flight += 1
             in_flight = self._in_flight
@@ -171,7 +174,7 @@ class PerformanceMonitoringMiddleware:
             self._records.append(record)
         metrics, on_request = self._metrics, self._on_request
         if metrics is not None:
-            self._guard.call("request metrics", lambda: metrics.add(record))
+            self._guard.call("request metrics", lambda: metrics.add_request(record))
         if on_request is not None:
             self._guard.call("request listener", lambda: on_request(record))
 
@@ -187,10 +190,31 @@ class PerformanceMonitoringMiddleware:
 
     async def _send_metrics(self, send: Send) -> None:
         assert self._metrics is not None
-        body = self._metrics.text(self.in_flight)
-        headers = [(b"content-type", METRICS_TYPE.encode()), (b"content-length", str(len(body)).encode())]
+        PUBLISHER.drain(_LONGEST_DRAIN_SECONDS)
+        body = self._metrics.text(self.in_flight, {"runs": PUBLISHER.dropped})
+        headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _counting_runs() -> Metrics:
+    """Metrics that count the runs of this process for as long as they are used."""
+    metrics = metrics_of_process()
+    if metrics not in _COUNTING:
+        known = weakref.ref(metrics)
+
+        def count(published: Published) -> None:
+            counting = known()
+            if counting is not None:
+                counting.add_run(published.run)
+
+        weakref.finalize(metrics, PUBLISHER.listen(count))
+        _COUNTING.add(metrics)
+    return metrics
+
+
+_COUNTING: Final[weakref.WeakSet[Metrics]] = weakref.WeakSet()
+"""Metrics that count runs already: all of a process may be one object."""
 
 
 def _header_name(header: str) -> bytes:
@@ -308,6 +332,7 @@ class Exchange:
             error=None if error is None else error_text(error),
             disconnected=self._disconnected,
             generations=tuple(served.generations),
+            route=served.route(),
         )
 
     def _status_of(self, error: BaseException | None) -> int | None:
@@ -319,6 +344,32 @@ class Exchange:
         name, value = self._header
         kept = list(headers)
         return kept if _header(kept, name) is not None else [*kept, (name, value.encode("ascii"))]
+
+
+def route_of(scope: MutableMapping[str, Any], mounted_at: str = "") -> str | None:
+    """The template of the route that a framework has found, such as "/api/draw/{prompt}"; None: it does not say.
+
+    Starlette and FastAPI say it under "route", Litestar under "path_template". Where applications are mounted in others,
+    the route begins with where, with the names of parameters too.
+
+    Args:
+        scope: Of the request, once the framework has looked at it.
+        mounted_at: Where the application itself was mounted before that (`root_path`).
+    """
+    template = scope.get("path_template")
+    if isinstance(template, str):
+        return template
+    route = scope.get("route")
+    template = getattr(route, "path", None)
+    if not isinstance(template, str):
+        return None
+    around = str(scope.get("root_path", "")).removeprefix(mounted_at)
+    parameters = scope.get("path_params") or {}
+    names = {str(value): f"{{{name}}}" for name, value in parameters.items()}
+    prefix = "/".join(names.get(part, part) for part in around.split("/"))
+    whole = prefix if hasattr(route, "routes") else prefix + template  # a mount is where it is mounted
+    is_named = all(f"{{{name}" in whole for name in parameters)  # else a part of the path is left in it
+    return whole if is_named and whole else template
 
 
 def _path_of(scope: MutableMapping[str, Any]) -> str:
@@ -349,66 +400,6 @@ def _sent_of(message: Message) -> int:
         return max(0, size - (message.get("offset") or 0))
     except (AttributeError, OSError, TypeError, ValueError):
         return 0
-
-
-class RequestMetrics:
-    """Counters of one middleware, in a registry of its own. Paths are not labels: there may be any number of them.
-
-    Raises:
-        ConfigError: prometheus-client is not installed.
-    """
-
-    def __init__(self) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-        except ImportError:
-            raise ConfigError(
-                "Metrics need the package prometheus-client.",
-                hint=f"Install it with: {install_extra('prometheus')}",
-            ) from None
-        self._registry = CollectorRegistry()
-        counter = partial(Counter, namespace="sigmascope", registry=self._registry)
-        seconds = partial(
-            Histogram, namespace="sigmascope", registry=self._registry, buckets=_SECONDS_BUCKETS
-        )
-        gauge = partial(Gauge, namespace="sigmascope", registry=self._registry)
-        gone = "Clients that went away before their response was complete."
-        self._requests = counter("requests", "Requests answered.", ["method", "status"])
-        self._seconds = seconds("request_seconds", "Seconds a request took.")
-        self._bytes = counter("response_bytes", "Bytes of response bodies.")
-        self._disconnected = counter("disconnects", gone)
-        self._in_flight = gauge("requests_in_flight", "Requests being served.")
-        self._generations = seconds("generation_seconds", "Seconds a generation took.", ["model"])
-        missed = "Generations that missed their target."
-        self._missed = counter("generation_targets_missed", missed, ["model"])
-        self._models: set[str] = set()
-
-    def add(self, record: RequestRecord) -> None:
-        """Count a request and its generations."""
-        status = "none" if record.status is None else str(record.status)
-        method = record.method if record.method in _METHODS else "other"
-        self._requests.labels(method, status).inc()
-        self._seconds.observe(record.seconds)
-        self._bytes.inc(record.response_bytes)
-        if record.disconnected:
-            self._disconnected.inc()
-        for generation in record.generations:
-            seconds = generation.get("total_generation_time")
-            model = str(generation.get("model_name") or "unnamed")
-            if model not in self._models and len(self._models) >= _MOST_MODELS:
-                model = "other"
-            self._models.add(model)
-            if isinstance(seconds, float):
-                self._generations.labels(model).observe(seconds)
-            if generation.get("target_met") is False:
-                self._missed.labels(model).inc()
-
-    def text(self, in_flight: int) -> bytes:
-        """The exposition, as Prometheus reads it."""
-        from prometheus_client import generate_latest
-
-        self._in_flight.set(in_flight)
-        return bytes(generate_latest(self._registry))
 
 
 def request_summary(records: Sequence[RequestRecord], in_flight: int) -> dict[str, Any]:

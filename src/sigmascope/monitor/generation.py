@@ -9,6 +9,7 @@ its handling (`SERVED`).
 
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from sigmascope.analysis.generations import (
 from sigmascope.analysis.run_figures import is_timed_on_device, known, step_seconds
 from sigmascope.monitor.guard import Guard, log_quietly
 from sigmascope.monitor.live_line import LiveLine, StepListeners, StepProgress, running_text
+from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import Recorder, Step, current_recorder
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.performance import PerformanceMetrics
@@ -131,13 +133,23 @@ class Generation:
         self._stage.fact("call", self.metrics.call_facts(seen or CallFacts()))
         if self.facts is not None:
             self._stage.fact("pipeline", self.facts)
-        request_id = current_request_id()
-        if request_id is not None:
-            self._stage.fact("request_id", request_id)
+        served = SERVED.get()
+        if served is not None:
+            self._stage.fact("request_id", served.request_id)
+            route = self._guard.read("route", served.route)
+            if route is not None:
+                self._stage.fact("route", route)
+            if self.recorder.clock is time.perf_counter_ns and not served.generations:
+                waited_ns = self._stage.started_ns - served.began_ns
+                self._stage.fact("seconds_before", {"queue": max(0, waited_ns) / 1e9})
         own = self._own
         self.run = self._guard.read(
             "generation", lambda: self.recorder.run_of(self._stage) if own is None else own.run()
         )
+
+    def publish(self) -> None:
+        """Hand it over to those who export runs, unless it is part of another one."""
+        publication(self.recorder, self._stage)()
 
     def restart_stopwatch(self) -> None:
         """Let `stopwatch` count from now."""
@@ -314,11 +326,15 @@ class ServedRequest:
         request_id: What generations are marked with.
         generations: The metrics of those that are over, the last ones: a websocket may be served for days.
         on_run: Called with the run of each that is over, but for those whose record is a caller's.
+        route: Gives the template of the request's route, as soon as it is known.
+        began_ns: When it came, by `time.perf_counter_ns`. Its first generation has waited since.
     """
 
     request_id: str
     generations: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_OF_REQUEST))
     on_run: Callable[[Run], object] | None = None
+    route: Callable[[], str | None] = lambda: None
+    began_ns: int = field(default_factory=time.perf_counter_ns)
 
 
 SERVED: ContextVar[ServedRequest | None] = ContextVar("sigmascope_request", default=None)
@@ -438,6 +454,7 @@ class GenerationHistory:
             served.generations.append(generation.metrics.as_dict() | {"run_id": generation.recorder.id})
             if served.on_run is not None and generation.run is not None and generation.has_own_record:
                 served.on_run(generation.run)
+        generation.publish()
         with self._lock:
             self._last = generation
             if succeeded and stage is not None:

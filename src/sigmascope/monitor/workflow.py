@@ -21,6 +21,7 @@ from rich.console import Console
 from sigmascope.analysis.diagnostics import MODEL_STATE
 from sigmascope.analysis.memory import HEAP
 from sigmascope.monitor.guard import Guard, log_quietly
+from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import LiveStage, Recorder, with_findings
 from sigmascope.probes import Accelerator, heap_in_use, memory_snapshot
 from sigmascope.probes.models import file_facts, key_facts
@@ -602,6 +603,7 @@ class WorkflowMonitor:
         self.analyses[name] = analysis
         if stage is not None:
             self.guard.read(name, lambda: stage.fact(name, shortened(analysis)))
+            publication(self.recorder, stage)()
 
     def last_stage(self, name: str) -> LiveStage | None:
         """The stage of that name that is open now, else the one that ended last."""

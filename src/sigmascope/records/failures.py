@@ -8,15 +8,23 @@ in the same way.
 import errno
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 from sigmascope.files import short_path
-from sigmascope.records.run import ExceptionDetails
+from sigmascope.records.run import ExceptionDetails, Stage
 from sigmascope.units import format_size
 
+OK: Final = "ok"
+FAILED: Final = "failed"
+RAN_OUT: Final = "out of memory"
+INTERRUPTED: Final = "interrupted"
+OUTCOMES: Final = (OK, FAILED, RAN_OUT, INTERRUPTED)
+"""How a run, or a generation in it, can end."""
+_INTERRUPTIONS: Final = ("KeyboardInterrupt", "SystemExit", "InterruptProcessingException", "CancelledError")
+"""Exceptions by which a run is ended on purpose."""
 OUT_OF_MEMORY: Final = re.compile(
     r"out of memory(?! bounds)"  # CUDA, HIP, MPS and their drivers
     r"|DefaultCPUAllocator"  # "can't allocate memory", on Windows "not enough memory"
@@ -412,3 +420,32 @@ def trace_without_words(raised: Sequence[Raised]) -> str:
             texts[-len(block)] = f"  + {header}"
         texts += [f"{'  ' * (depth + 1)}+{'-' * 36}" for depth in range(one.depth, following, -1)]
     return "".join(f"{text}\n" for text in texts)
+
+
+def outcome_of(stages: Iterable[Stage], *, complete: bool = True) -> str:
+    """How a run ended: by the stages that lie in no other, since what failed inside may have been caught.
+
+    Args:
+        stages: Those that lie in no other.
+        complete: Whether the record was made to its end.
+
+    Returns:
+        One of `OUTCOMES`.
+    """
+    failed = [stage for stage in stages if not stage.success]
+    for stage in failed:
+        if any(OUT_OF_MEMORY.search(error) for error in _errors(stage)):
+            return RAN_OUT
+    if any(error.startswith(_INTERRUPTIONS) for stage in failed for error in _errors(stage)):
+        return INTERRUPTED
+    if failed:
+        return FAILED
+    return OK if complete else INTERRUPTED
+
+
+def _errors(stage: Stage) -> Iterator[str]:
+    if stage.error is not None:
+        yield stage.error
+    if stage.exception_details is not None:
+        yield stage.exception_details.type.rpartition(".")[2]
+        yield f"{stage.exception_details.type}: {stage.exception_details.message}"

@@ -386,6 +386,7 @@ class RequestRecord:
         error: What the application raised.
         disconnected: Whether the client went away before the response was complete.
         generations: The metrics of each generation made while it was served, with `run_id`.
+        route: The template of its route, such as "/draw/{prompt}"; None: not known.
     """
 
     request_id: str
@@ -401,6 +402,7 @@ class RequestRecord:
     error: str | None = None
     disconnected: bool = False
     generations: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
+    route: str | None = None
 
     @property
     def failed(self) -> bool:

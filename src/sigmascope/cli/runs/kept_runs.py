@@ -73,8 +73,8 @@ class Chosen:
             ConfigError: One of them is no outcome, tag or moment.
         """
         from sigmascope.history.references import checked_tag
-        from sigmascope.history.row import OUTCOMES
         from sigmascope.history.store import Filters
+        from sigmascope.records.failures import OUTCOMES
 
         if self.outcome is not None and self.outcome not in OUTCOMES:
             raise ConfigError(f"--outcome is {self.outcome!r}.", hint=f"Give one of {', '.join(OUTCOMES)}.")

@@ -32,6 +32,7 @@ from sigmascope.integrations.comfyui.what_changed import Earlier
 from sigmascope.integrations.process_recording import prompts_of
 from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.publishing import publish
 from sigmascope.monitor.recorder import with_findings
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
@@ -236,6 +237,7 @@ class Session:
         run = with_findings(run, self._guard)
         self.last.append(run)
         _log.info("sigmascope: %s", line_of(run))
+        publish(run)
         if self._keeps:
             keep(run, "comfyui", lambda line: _log.warning("sigmascope: %s", line))
         path = None

@@ -46,6 +46,7 @@ from sigmascope.monitor.hooks import (
     Keywords,
     holder_of,
 )
+from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.model_fingerprints import forget_fingerprints
 from sigmascope.probes.models import components_of, file_facts, key_facts, module_facts, unwrap
@@ -382,6 +383,7 @@ class LoraObserver(Observer):
             is_untrained=makes,
         )
         stage.fact(LORA_STAGE, in_short(analysis))
+        publication(self.session.recorder, stage)()
 
 
 @dataclass(frozen=True, slots=True)

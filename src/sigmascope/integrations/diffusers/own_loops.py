@@ -710,11 +710,11 @@ class OwnLoopObserver(Observer):
         calls = self.session.observer(CallObserver)
         why_not = None if error is None else "the loop failed"
         seen = SeenInCall({}, steps=stack.steps, changes=stack.lora_changes)
+        self.session.recorder.settle()
         read(
             "watch.recipe",
             lambda: calls._tell_recipe(stage, OwnParts(parts), seen, [], why_not, own.switches),
         )
-        self.session.recorder.settle()
 
 
 class LookOut:

@@ -50,6 +50,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 )
 from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
+from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.model_fingerprints import begin_combined_fingerprint, told
@@ -137,13 +138,13 @@ class CallObserver(Observer):
             if facts is not None:
                 stage.fact("pipeline", facts)
             why_not = FAILED if error is not None else INSIDE if call_around is not None else None
-            seen_in_call = seen_in(stack, arguments, facts or PipelineFacts("unknown"))
-            self._tell_recipe(stage, pipeline, seen_in_call, states or [], why_not)
             self._tell_prompts(stage, prompts or {})
             seeds = seeds_of(arguments)
             if seeds:
                 stage.fact("seeds", seeds)
             session.recorder.settle()
+            seen_in_call = seen_in(stack, arguments, facts or PipelineFacts("unknown"))
+            self._tell_recipe(stage, pipeline, seen_in_call, states or [], why_not)
 
         return after
 
@@ -181,7 +182,7 @@ class CallObserver(Observer):
         why_not: str | None,
         switches: Mapping[str, str] | None = None,
     ) -> None:
-        """Put the recipe on the call's stage.
+        """Put the recipe on the call's stage, and hand the stage over once it is there.
 
         Args:
             stage: Of the call, which is over.
@@ -237,8 +238,16 @@ class CallObserver(Observer):
                 stage.fact(IDLE_LORAS, found)
 
         tell()
-        if not _have_arrived(contents):
-            self.session.arrivals.expect(partial(_have_arrived, contents), lambda: read("watch.recipe", tell))
+        hand_over = publication(self.session.recorder, stage)
+        if _have_arrived(contents):
+            hand_over()
+            return
+
+        def tell_late() -> None:
+            read("watch.recipe", tell)
+            hand_over()
+
+        self.session.arrivals.expect(partial(_have_arrived, contents), tell_late)
 
     def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
         kept = stored_prompts(prompts, self.session.options.prompts)

@@ -1,0 +1,271 @@
+"""What Prometheus is given: requests, and the stages, steps, queue and memory of generations. `docs/metrics.md` lists the names.
+
+The package prometheus-client counts. Where `PROMETHEUS_MULTIPROC_DIR` names a folder, all processes that it names count into
+files there, and each of them answers for all.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+from sigmascope.errors import ConfigError
+from sigmascope.files import atomic_path
+from sigmascope.installation import install_extra
+from sigmascope.records.performance import RequestRecord
+from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.run import Run
+from sigmascope.reports.measurements import (
+    STAGE_BUCKETS,
+    STEP_BUCKETS,
+    Labels,
+    Measured,
+    measured,
+    model_label,
+)
+from sigmascope.reports.surfaces import Surface
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""The environment variable of prometheus-client that names the folder of all processes' files."""
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
+"""Clients may invent methods, and every label's value is kept for good."""
+_MOST_MODELS: Final = 100
+"""Names of models may come from clients too; those beyond these are counted together, as "other"."""
+_REQUEST_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+
+
+class Metrics:
+    """Counters in a registry of their own; with `PROMETHEUS_MULTIPROC_DIR`, in that folder's files.
+
+    Raises:
+        ConfigError: prometheus-client is not installed, or the folder does not exist.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+        except ImportError:
+            raise ConfigError(
+                "Metrics need the package prometheus-client.",
+                hint=f"Install it with: {install_extra('prometheus')}",
+            ) from None
+        folder = os.environ.get(MULTIPROCESS)
+        if folder and not Path(folder).is_dir():
+            raise ConfigError(
+                f"{MULTIPROCESS} names {folder}, which is no folder.",
+                hint="Make it, empty, before the server starts.",
+            )
+        self.is_multiprocess = bool(folder)
+        self.labels = Labels()
+        self._lock = Lock()
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, namespace="sigmascope", registry=self._registry)
+        histogram = partial(Histogram, namespace="sigmascope", registry=self._registry)
+        gauge = partial(Gauge, namespace="sigmascope", registry=self._registry)
+
+        self._requests = counter("requests", "Requests answered.", ["method", "status", "route"])
+        self._request_seconds = histogram(
+            "request_seconds", "Seconds a request took.", ["route"], buckets=_REQUEST_BUCKETS
+        )
+        self._response_bytes = counter("response_bytes", "Bytes of response bodies.")
+        gone = "Clients that went away before their response was complete."
+        self._disconnected = counter("disconnects", gone)
+        self._in_flight = gauge("requests_in_flight", "Requests being served.", multiprocess_mode="livesum")
+        self._generation_seconds = histogram(
+            "generation_seconds", "Seconds a generation took.", ["model"], buckets=_REQUEST_BUCKETS
+        )
+        missed = "Generations that missed their target."
+        self._missed = counter("generation_targets_missed", missed, ["model"])
+        self._models: set[str] = set()
+
+        self._generations = counter(
+            "generations", "Generations that ended.", ["pipeline", "outcome", "route"]
+        )
+        self._stage_seconds = histogram(
+            "stage_seconds", "Seconds a stage took.", ["pipeline", "stage"], buckets=STAGE_BUCKETS
+        )
+        self._step_seconds = histogram(
+            "step_seconds", "Seconds a denoising step took.", ["pipeline"], buckets=STEP_BUCKETS
+        )
+        self._queue_seconds = histogram(
+            "queue_wait_seconds",
+            "Seconds a generation waited before it began.",
+            ["pipeline", "route"],
+            buckets=STAGE_BUCKETS,
+        )
+        self._peak_bytes = gauge(
+            "peak_memory_bytes",
+            "Highest bytes that PyTorch allocated on a device during a generation or stage; of the process, resident bytes.",
+            ["pipeline", "device"],
+            multiprocess_mode="max",
+        )
+        self._device_bytes = gauge(
+            "device_memory_bytes", "Bytes of memory that a device has.", ["device"], multiprocess_mode="max"
+        )
+        self._verdicts = counter("lora_verdicts", "LoRAs by what they did.", ["pipeline", "verdict"])
+        self._dropped = counter(
+            "dropped",
+            "Runs that were not exported, and values of labels that were counted as other.",
+            ["what"],
+        )
+        self._told: dict[str, int] = {}
+        self._peaks: dict[tuple[str, str], int] = {}
+        for what in ("runs", *self.labels.folded()):
+            self._dropped.labels(what)
+
+    def add_request(self, record: RequestRecord) -> None:
+        """Count a request and its generations."""
+        status = "none" if record.status is None else str(record.status)
+        method = record.method if record.method in _METHODS else "other"
+        route = self.labels.route.of(record.route)
+        self._requests.labels(method, status, route).inc()
+        self._request_seconds.labels(route).observe(record.seconds)
+        self._response_bytes.inc(record.response_bytes)
+        if record.disconnected:
+            self._disconnected.inc()
+        for generation in record.generations:
+            seconds = generation.get("total_generation_time")
+            model = self._model(str(generation.get("model_name") or "unnamed"))
+            if isinstance(seconds, float):
+                self._generation_seconds.labels(model).observe(seconds)
+            if generation.get("target_met") is False:
+                self._missed.labels(model).inc()
+
+    def _model(self, name: str) -> str:
+        model = (model_label(name) or "unnamed")[:100]
+        with self._lock:
+            if model not in self._models and len(self._models) >= _MOST_MODELS:
+                return "other"
+            self._models.add(model)
+        return model
+
+    def add_run(self, run: Run) -> None:
+        """Count what a run holds."""
+        for part in measured(run):
+            self._add(part)
+
+    def _add(self, part: Measured) -> None:
+        labels = self.labels
+        pipeline, route = labels.pipeline.of(part.pipeline), labels.route.of(part.route)
+        if part.outcome is not None:
+            self._generations.labels(pipeline, part.outcome, route).inc()
+        if part.generation_seconds is not None:
+            self._stage_seconds.labels(pipeline, "generation").observe(part.generation_seconds)
+        for name, seconds in part.stages:
+            self._stage_seconds.labels(pipeline, labels.stage.of(name)).observe(seconds)
+        if part.steps:
+            step = self._step_seconds.labels(pipeline)
+            for seconds in part.steps:
+                step.observe(seconds)
+        if part.queue_seconds is not None:
+            self._queue_seconds.labels(pipeline, route).observe(part.queue_seconds)
+        for device, nbytes in part.peaks.items():
+            self._raise_peak(pipeline, labels.device.of(device), nbytes)
+        for device, nbytes in part.totals.items():
+            self._device_bytes.labels(labels.device.of(device)).set(nbytes)
+        for verdict in part.verdicts:
+            self._verdicts.labels(pipeline, verdict).inc()
+
+    def _raise_peak(self, pipeline: str, device: str, nbytes: int) -> None:
+        with self._lock:
+            highest = max(nbytes, self._peaks.get((pipeline, device), 0))
+            self._peaks[pipeline, device] = highest
+        self._peak_bytes.labels(pipeline, device).set(highest)
+
+    def note_dropped(self, counts: Mapping[str, int]) -> None:
+        """Count what was dropped since the last time.
+
+        Args:
+            counts: How many of each kind were dropped since the process began.
+        """
+        with self._lock:
+            for what, count in counts.items():
+                more, self._told[what] = count - self._told.get(what, 0), count
+                if more > 0:
+                    self._dropped.labels(what).inc(more)
+
+    def text(self, in_flight: int | None = None, dropped: Mapping[str, int] | None = None) -> bytes:
+        """The exposition, as Prometheus reads it.
+
+        Args:
+            in_flight: How many requests this process is serving; None: it is no server.
+            dropped: As for `note_dropped`.
+        """
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        if in_flight is not None:
+            self._in_flight.set(in_flight)
+        self.note_dropped({**self.labels.folded(), **(dropped or {})})
+        registry = self._registry
+        if self.is_multiprocess:
+            from prometheus_client import multiprocess
+
+            registry = CollectorRegistry()
+            multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return bytes(generate_latest(registry))
+
+    def write(self, path: str | os.PathLike[str], dropped: Mapping[str, int] | None = None) -> None:
+        """Write the exposition for node_exporter's textfile collector, whole or not at all; everybody may read it.
+
+        Raises:
+            WriteError: The file cannot be written. What was there before stays.
+        """
+        text = self.text(dropped=dropped)
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(text)
+            with suppress(OSError):
+                temporary.chmod(0o644)
+
+
+_shared: Metrics | None = None
+_making: Final = Lock()
+
+
+def metrics_of_process() -> Metrics:
+    """Metrics of one part of this process; where all processes count into files, those of the whole process.
+
+    Two objects that write the same file would overwrite each other's counts.
+
+    Raises:
+        ConfigError: As for `Metrics`.
+    """
+    global _shared
+    if not os.environ.get(MULTIPROCESS):
+        return Metrics()
+    with _making:
+        if _shared is None:
+            _shared = Metrics()
+        return _shared
+
+
+def to_prometheus(runs: Iterable[Run]) -> str:
+    """Runs as text for Prometheus.
+
+    Raises:
+        ConfigError: prometheus-client is not installed, or counts into the files of a server.
+    """
+    if os.environ.get(MULTIPROCESS):
+        raise ConfigError(
+            f"{MULTIPROCESS} is set: these runs would be counted as a server's own.",
+            hint="Unset it for this command.",
+        )
+    metrics = Metrics()
+    for run in runs:
+        metrics.add_run(run)
+    return metrics.text().decode()
+
+
+def _rendered(runs: Sequence[Run], _prompts: PromptPrivacy) -> str:
+    return to_prometheus(runs)
+
+
+SURFACE: Final = Surface(
+    "prometheus",
+    "Write metrics for node_exporter's textfile collector, in a file that ends in .prom.",
+    _rendered,
+    noun="metrics",
+)
