@@ -20,6 +20,7 @@ from .reports.console import print_run as print_run
 from .reports.html import to_html as to_html, write_html as write_html
 from .reports.markdown import to_markdown as to_markdown
 from .reports.trace import write_trace as write_trace
+from .monitor.publishing import export_runs as export_runs
 
 # Hold generations to a target, compare them, and make them faster
 from .monitor.performance import PerformanceMonitor as PerformanceMonitor

@@ -1,23 +1,39 @@
 """Hands what is over to those who export it: a generation, a prompt, a LoRA that was put on. The host waits for none of it.
 
-`publish` puts a run into a short queue; whoever `listen`s hears of it on a thread of ours, or where a server is asked for
-its metrics (`drain`). Where nobody listens, nothing is made. A run that finds the queue full is dropped, and counted.
+`publish` puts a run into a short queue; whoever listens hears of it on a thread of ours, or where a server is asked for
+its metrics (`Publisher.drain`). Where nobody listens, nothing is made. A run that finds the queue full is dropped, and counted.
+
+`export_runs` lets OpenTelemetry or a file for node_exporter listen, and so do the variables `SIGMASCOPE_OTLP` and
+`SIGMASCOPE_TEXTFILE`.
 """
 
 import atexit
+import logging
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from sigmascope.errors import ConfigError
+from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.recorder import LiveStage, Recorder, frames_here
+from sigmascope.probes.reading import describe
 from sigmascope.records.run import Run
 from sigmascope.threads import hands_off, own_thread
 
+if TYPE_CHECKING:
+    from sigmascope.reports.prometheus import Metrics
+
+_log = logging.getLogger("sigmascope")
+OTLP: Final = "SIGMASCOPE_OTLP"
+"""The environment variable that is "1" where runs are sent by OpenTelemetry."""
+TEXTFILE: Final = "SIGMASCOPE_TEXTFILE"
+"""The environment variable that names a file for node_exporter."""
 MOST_WAITING: Final = 256
 """Runs. A listener counts one in a millisecond."""
 LONGEST_WAIT_SECONDS: Final = 5.0
@@ -40,6 +56,14 @@ class Published(NamedTuple):
 Listener = Callable[[Published], object]
 
 
+class _Entry(NamedTuple):
+    """A listener, what it does when nothing waits any more, and at the end in so many seconds."""
+
+    hear: Listener
+    rest: Callable[[], object]
+    end: Callable[[float], object]
+
+
 class Publisher:
     """The queue, and who listens. Where no run waits there is no thread.
 
@@ -50,7 +74,8 @@ class Publisher:
 
     def __init__(self) -> None:
         self._waiting: deque[Published] = deque()
-        self._listeners: list[tuple[Listener, Callable[[float], object] | None]] = []
+        self._listeners: list[_Entry] = []
+        self._has_looked = False
         self._lock = threading.Lock()
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -59,28 +84,46 @@ class Publisher:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody listens."""
+        """Whether anybody listens. The first time, those of the environment begin to."""
+        if not self._has_looked:
+            self._has_looked = True
+            _export_as_environment_says()
         return bool(self._listeners)
 
-    def listen(self, listener: Listener, end: Callable[[float], object] | None = None) -> Callable[[], None]:
+    def listen(
+        self,
+        hear: Listener,
+        rest: Callable[[], object] = lambda: None,
+        end: Callable[[float], object] = lambda _seconds: None,
+    ) -> Callable[[], None]:
         """Let a listener hear of each run from now on.
 
         Args:
-            listener: Must not wait for anything.
+            hear: Takes a run. It must not wait for anything.
+            rest: Called when no run waits any more.
             end: Called at the end of the process with the seconds that it may take.
 
         Returns:
             What ends it.
         """
-        entry = (listener, end)
+        entry = _Entry(hear, rest, end)
         with self._lock:
             self._listeners = [*self._listeners, entry]
+        _finish_at_exit()
 
         def leave() -> None:
             with self._lock:
                 self._listeners = [other for other in self._listeners if other is not entry]
 
         return leave
+
+    def begin_anew(self) -> None:
+        """Keep the listeners, and nothing else: of a child that was forked."""
+        listeners, has_looked = self._listeners, self._has_looked
+        self.__init__()  # type: ignore[misc] # others hold this object
+        self._listeners, self._has_looked = listeners, has_looked
+        if listeners:
+            _finish_at_exit()
 
     def take(self, published: Published) -> None:
         """Queue a run. Returns at once."""
@@ -110,8 +153,13 @@ class Publisher:
             return False
         try:
             with hands_off():
+                has_handed_on = bool(self._waiting)
                 while self._waiting:
-                    self._hand_on(self._waiting.popleft())
+                    published = self._waiting.popleft()
+                    for entry in self._listeners:
+                        self._safely(entry.hear, published)
+                for entry in self._listeners if has_handed_on else ():
+                    self._safely(entry.rest)
         finally:
             self._counting.release()
         return True
@@ -120,10 +168,16 @@ class Publisher:
         """Hand on what waits and let each listener end, in bounded time."""
         until = time.monotonic() + seconds
         self.drain(seconds / 2)
-        for _, end in self._listeners:
-            if end is not None:
-                with suppress(Exception):
-                    end(max(0.0, until - time.monotonic()))
+        for entry in self._listeners:
+            self._safely(entry.end, max(0.0, until - time.monotonic()))
+
+    def _safely(self, call: Callable[..., object], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception as failure:  # noqa: BLE001 - the others are to hear of it all the same
+            if not self.failed:
+                log_quietly(_log, "sigmascope: a run was not exported (%s)", describe(failure))
+            self.failed += 1
 
     def _work(self) -> None:
         while True:
@@ -132,13 +186,6 @@ class Publisher:
                 if not self._waiting:
                     self._thread = None
                     return
-
-    def _hand_on(self, published: Published) -> None:
-        for listener, _ in self._listeners:
-            try:
-                listener(published)
-            except Exception:  # noqa: BLE001 - the others are to hear of it all the same
-                self.failed += 1
 
 
 def publish(run: Run) -> None:
@@ -184,22 +231,111 @@ def _span_here() -> Any:
     return None
 
 
+class Export:
+    """Runs on their way, until `close`; also a context."""
+
+    def __init__(self, ends: Sequence[Callable[[], object]], dropped: Callable[[], dict[str, int]]) -> None:
+        self._ends = [*ends]
+        self._dropped = dropped
+
+    def __enter__(self) -> "Export":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Send what waits, in at most five seconds, and listen no longer."""
+        PUBLISHER.drain(LONGEST_WAIT_SECONDS)
+        while self._ends:
+            self._ends.pop(0)()
+
+    def dropped(self) -> dict[str, int]:
+        """How much was not exported as it was, by kind: `docs/metrics.md` lists them."""
+        return self._dropped()
+
+
+def export_runs(*, otlp: bool = False, textfile: str | os.PathLike[str] | None = None) -> Export:
+    """Export each generation, prompt and LoRA of this process that is over from now on, whoever watches it.
+
+    Args:
+        otlp: Whether to send traces and metrics by OpenTelemetry, as the variables `OTEL_…` say. If the program has set
+            OpenTelemetry up, its providers send.
+        textfile: A file for node_exporter's textfile collector, which is written anew after each of them; it ends in .prom.
+
+    Returns:
+        What ends it. At the end of the process what is left is sent, in at most five seconds.
+
+    Raises:
+        ConfigError: A package is missing, a variable `OTEL_…` names something unknown, or `textfile` does not end in .prom.
+    """
+    ends: list[Callable[[], object]] = []
+    counts: list[Callable[[], dict[str, int]]] = [lambda: {"runs": PUBLISHER.dropped}]
+    metrics = None if textfile is None else _textfile_metrics(Path(textfile))
+    if otlp:
+        from sigmascope.reports.otlp import OpenTelemetry
+
+        telemetry = OpenTelemetry()
+        leave = PUBLISHER.listen(
+            lambda published: telemetry.add(published.run, published.parent), end=telemetry.end
+        )
+        ends += [leave, telemetry.end]
+        counts.append(telemetry.dropped)
+    if metrics is not None and textfile is not None:
+        path = Path(textfile).absolute()
+        ends.append(
+            PUBLISHER.listen(
+                lambda published: metrics.add_run(published.run),
+                rest=lambda: metrics.write(path, {"runs": PUBLISHER.dropped}),
+            )
+        )
+        counts.append(metrics.labels.folded)
+    return Export(ends, lambda: {name: count for counted in counts for name, count in counted().items()})
+
+
+def _textfile_metrics(path: Path) -> "Metrics":
+    from sigmascope.reports.prometheus import metrics_of_process
+
+    if path.suffix != ".prom":
+        raise ConfigError(f"{path} does not end in .prom.", hint="node_exporter reads no other files.")
+    return metrics_of_process()
+
+
+def _export_as_environment_says() -> None:
+    otlp, textfile = os.environ.get(OTLP) or "0", os.environ.get(TEXTFILE) or None
+    if otlp == "0" and textfile is None:
+        return
+    try:
+        export_runs(otlp=otlp != "0", textfile=textfile)
+    except Exception as failure:  # noqa: BLE001 - the host goes on without
+        log_quietly(_log, "sigmascope: runs are not exported (%s)", describe(failure))
+
+
 PUBLISHER = Publisher()
 """Of this process."""
+
+
+def _finish_at_exit() -> None:
+    """Let the end of this process wait for what is to be sent; children of multiprocessing leave without `atexit`."""
+    global _will_finish
+    if _will_finish != os.getpid():
+        _will_finish = os.getpid()
+        atexit.register(_finish)
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None:
+            util.Finalize(None, _finish, exitpriority=0)
 
 
 def _finish() -> None:
     PUBLISHER.finish()
 
 
-atexit.register(_finish)
+_will_finish: int | None = None
 
 
 def _begin_anew() -> None:
     """A child that was forked has none of its parent's threads, and perhaps a lock that nobody will open."""
-    listeners = PUBLISHER._listeners
-    PUBLISHER.__init__()  # type: ignore[misc] - the object is known by others
-    PUBLISHER._listeners = listeners
+    PUBLISHER.begin_anew()
 
 
 if hasattr(os, "register_at_fork"):
