@@ -14,9 +14,9 @@ from tests.history.kept_runs import kept_run
 
 from sigmascope.errors import ConfigError, OtherRunError, StoreError
 from sigmascope.history import store as store_module
-from sigmascope.records.failures import OK
 from sigmascope.history.store import Filters, Store, is_on_network, open_store
 from sigmascope.history.tables import METADATA
+from sigmascope.records.failures import OK
 
 
 def ids(store: Store, **filters: str) -> list[str]:

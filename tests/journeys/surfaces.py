@@ -176,7 +176,7 @@ def _with_another(kept: Kept, other: Kept, folder: Path) -> Seen:
 
 
 def _metrics(kept: Kept, other: Kept, folder: Path) -> Seen:
-    counted = ('requests_total{method="GET",status="200"} 1.0', "response_bytes_total 2.0")
+    counted = ('requests_total{method="GET",route="unknown",status="200"} 1.0', "response_bytes_total 2.0")
     generations = "sigmascope_generation_seconds_count" in kept.metrics
     assert generations == ("performance" in _names_of_facts(kept.run)), "the server missed a generation"
     return Seen(kept.metrics, tuple(re.escape(f"sigmascope_{line}") for line in counted))

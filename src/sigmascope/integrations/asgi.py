@@ -10,7 +10,6 @@ import os
 import re
 import time
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,12 +25,12 @@ from sigmascope.history.keeper import keep
 from sigmascope.integrations.autostart import say
 from sigmascope.monitor.generation import SERVED, ServedRequest
 from sigmascope.monitor.guard import Guard, whole_number
-from sigmascope.monitor.publishing import PUBLISHER, Published
+from sigmascope.monitor.publishing import PUBLISHER, counted_metrics
 from sigmascope.probes.reading import error_text, keeps_words
 from sigmascope.records.performance import RequestRecord
 from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_texts
 from sigmascope.records.run import Run
-from sigmascope.reports.prometheus import CONTENT_TYPE, Metrics, metrics_of_process
+from sigmascope.reports.prometheus import CONTENT_TYPE
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -99,7 +98,7 @@ class PerformanceMonitoringMiddleware:
         if metrics_path is not None and not metrics_path.startswith("/"):
             raise ConfigError(f"metrics_path is {metrics_path!r}.", hint='Begin it with "/".')
         self._metrics_path = metrics_path
-        self._metrics = _counting_runs() if metrics_path is not None else None
+        self._metrics = counted_metrics() if metrics_path is not None else None
         if inspect.iscoroutinefunction(on_request):
             raise ConfigError(
                 "on_request is a coroutine function, which nothing would await.",
@@ -195,26 +194,6 @@ class PerformanceMonitoringMiddleware:
         headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-
-def _counting_runs() -> Metrics:
-    """Metrics that count the runs of this process for as long as they are used."""
-    metrics = metrics_of_process()
-    if metrics not in _COUNTING:
-        known = weakref.ref(metrics)
-
-        def count(published: Published) -> None:
-            counting = known()
-            if counting is not None:
-                counting.add_run(published.run)
-
-        weakref.finalize(metrics, PUBLISHER.listen(count))
-        _COUNTING.add(metrics)
-    return metrics
-
-
-_COUNTING: Final[weakref.WeakSet[Metrics]] = weakref.WeakSet()
-"""Metrics that count runs already: all of a process may be one object."""
 
 
 def _header_name(header: str) -> bytes:

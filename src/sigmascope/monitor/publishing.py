@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -285,8 +286,7 @@ def export_runs(*, otlp: bool = False, textfile: str | os.PathLike[str] | None =
         path = Path(textfile).absolute()
         ends.append(
             PUBLISHER.listen(
-                lambda published: metrics.add_run(published.run),
-                rest=lambda: metrics.write(path, {"runs": PUBLISHER.dropped}),
+                lambda _published: None, rest=lambda: metrics.write(path, {"runs": PUBLISHER.dropped})
             )
         )
         counts.append(metrics.labels.folded)
@@ -294,11 +294,35 @@ def export_runs(*, otlp: bool = False, textfile: str | os.PathLike[str] | None =
 
 
 def _textfile_metrics(path: Path) -> "Metrics":
-    from sigmascope.reports.prometheus import metrics_of_process
-
     if path.suffix != ".prom":
         raise ConfigError(f"{path} does not end in .prom.", hint="node_exporter reads no other files.")
-    return metrics_of_process()
+    return counted_metrics()
+
+
+def counted_metrics() -> "Metrics":
+    """Metrics for Prometheus that count the runs of this process for as long as they are used.
+
+    Raises:
+        ConfigError: prometheus-client is not installed, or the folder of all processes' files does not exist.
+    """
+    from sigmascope.reports.prometheus import metrics_of_process
+
+    metrics = metrics_of_process()
+    if metrics not in _COUNTED:
+        known = weakref.ref(metrics)
+
+        def count(published: Published) -> None:
+            counting = known()
+            if counting is not None:
+                counting.add_run(published.run)
+
+        weakref.finalize(metrics, PUBLISHER.listen(count))
+        _COUNTED.add(metrics)
+    return metrics
+
+
+_COUNTED: "Final[weakref.WeakSet[Metrics]]" = weakref.WeakSet()
+"""Metrics that count runs already: those of several parts of a process may be one object."""
 
 
 def _export_as_environment_says() -> None:

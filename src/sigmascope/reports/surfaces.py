@@ -18,6 +18,7 @@ from sigmascope.records.run import Run
 _FILES: Final = (
     "html",
     "markdown",
+    "prometheus",
     "trace",
 )
 

@@ -366,12 +366,12 @@ def test_metrics_are_served_where_asked_for() -> None:
     call(watched)
     sent = call(watched, scope("/metrics", method="GET"))
     text = sent[1]["body"].decode()
-    assert 'sigmascope_requests_total{method="POST",status="200"} 1.0' in text
+    assert 'sigmascope_requests_total{method="POST",route="unknown",status="200"} 1.0' in text
     assert "sigmascope_response_bytes_total 5.0" in text
     assert 'sigmascope_generation_targets_missed_total{model="pocket"} 1.0' in text
     assert len(watched.requests()) == 1  # not the request for the metrics
     named = set(
-        re.findall(r"^\| `(sigmascope_\w+)`", (DOCS / "serving.md").read_text(encoding="utf-8"), re.MULTILINE)
+        re.findall(r"^\| `(sigmascope_\w+)`", (DOCS / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
     )
     served = set(re.findall(r"^# TYPE (sigmascope_\w+) (?:counter|histogram|gauge)", text, re.MULTILINE))
     assert named == {name for name in served if not name.endswith("_created")}
@@ -395,7 +395,7 @@ def test_methods_that_clients_invent_are_one_label() -> None:
         call(watched, scope(method=f"M{number}"))
     text = call(watched, scope("/metrics", method="GET"))[1]["body"].decode()
     assert text.count("sigmascope_requests_total{") == 1
-    assert 'sigmascope_requests_total{method="other",status="200"} 20.0' in text
+    assert 'sigmascope_requests_total{method="other",route="unknown",status="200"} 20.0' in text
 
 
 def test_work_after_the_response_is_none_of_its_seconds() -> None:
@@ -536,7 +536,7 @@ def test_a_private_record_quotes_neither_error_nor_path(path: str, route: object
 def test_models_that_clients_invent_share_a_label_from_some_number_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sigmascope.integrations.asgi._MOST_MODELS", 5)
+    monkeypatch.setattr("sigmascope.reports.prometheus._MOST_MODELS", 5)
     monitor = PerformanceMonitor(sample_hz=None)
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
@@ -550,7 +550,7 @@ def test_models_that_clients_invent_share_a_label_from_some_number_on(
     text = call(watched, scope("/metrics", method="GET"))[1]["body"].decode()
     assert text.count("sigmascope_generation_seconds_count{") == 6
     assert 'sigmascope_generation_seconds_count{model="other"} 3.0' in text
-    assert 'sigmascope_generation_seconds_count{model="/model-4"} 1.0' in text
+    assert 'sigmascope_generation_seconds_count{model="model-4"} 1.0' in text
 
 
 def test_a_websocket_that_is_served_for_days_remembers_its_last_generations(

@@ -1,0 +1,143 @@
+"""Metrics for Prometheus, read by prometheus-client's own parser."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.reports.metrics.runs import GIB, generation, hostile
+
+from sigmascope.errors import ConfigError
+from sigmascope.records.performance import RequestRecord
+from sigmascope.reports.prometheus import Metrics, to_prometheus
+
+Sample = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def samples(text: str) -> dict[Sample, float]:
+    return {
+        (sample.name.removeprefix("sigmascope_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(read: dict[Sample, float], name: str, **labels: str) -> float | None:
+    return read.get((name, tuple(sorted(labels.items()))))
+
+
+def test_stages_steps_peaks_and_outcomes_are_there_in_seconds_and_bytes() -> None:
+    read = samples(
+        to_prometheus([generation(), generation(success=False, error="MemoryError: out of memory")])
+    )
+    of = {"pipeline": "FluxPipeline"}
+    assert value(read, "stage_seconds_sum", **of, stage="denoising") == 3.5
+    assert value(read, "stage_seconds_count", **of, stage="generation") == 2
+    assert value(read, "stage_seconds_sum", **of, stage="generation") == 6.0
+    assert value(read, "step_seconds_count", **of) == 6
+    assert value(read, "step_seconds_bucket", **of, le="0.5") == 4
+    assert value(read, "peak_memory_bytes", **of, device="cuda:0") == 5 * GIB
+    assert value(read, "peak_memory_bytes", **of, device="process") == 2 * GIB
+    assert value(read, "device_memory_bytes", device="cuda:0") == 24 * GIB
+    for outcome in ("ok", "oom"):
+        assert value(read, "generations_total", **of, outcome=outcome, route="unknown") == 1
+
+
+def test_the_wait_in_the_queue_has_the_template_of_the_route() -> None:
+    facts = {"seconds_before": {"queue": 4.0}, "route": "/draw/{style}"}
+    read = samples(to_prometheus([generation(facts=facts)]))
+    of = {"pipeline": "FluxPipeline", "route": "/draw/{style}"}
+    assert value(read, "queue_wait_seconds_sum", **of) == 4.0
+    assert value(read, "queue_wait_seconds_bucket", **of, le="2.5") == 0
+    assert value(read, "generations_total", **of, outcome="ok") == 1
+
+
+def test_a_peak_is_the_highest_so_far() -> None:
+    metrics = Metrics()
+    high, low = generation(), generation()
+    [stage] = low.stages
+    assert stage.peak is not None
+    lower = replace(stage.peak, rss_bytes=1)
+    for run in (high, replace(low, stages=(replace(stage, peak=lower),))):
+        metrics.add_run(run)
+    read = samples(metrics.text().decode())
+    assert value(read, "peak_memory_bytes", pipeline="FluxPipeline", device="process") == 2 * GIB
+
+
+def test_verdicts_on_loras_are_counted() -> None:
+    read = samples(to_prometheus([generation(facts={"lora_application": {"effective": False}})]))
+    assert value(read, "lora_verdicts_total", pipeline="FluxPipeline", verdict="no_effect") == 1
+
+
+def test_names_that_clients_invent_make_a_bounded_number_of_series_and_are_counted() -> None:
+    metrics = Metrics()
+    for number in range(10_000):
+        metrics.add_run(hostile(number))
+        if number == 4_999:
+            half = len(samples(metrics.text().decode()))
+    text = metrics.text().decode()
+    read = samples(text)
+    assert len(read) == half  # 5,000 more invented names are no series more
+    assert "fox" not in text
+    assert "/home" not in text
+    assert "id-" not in text
+    assert value(read, "dropped_total", what="pipeline") == 10_000 - 50
+    assert value(read, "dropped_total", what="stage") == 30_000 - 100
+    stages = {dict(labels)["stage"] for name, labels in read if name == "stage_seconds_count"}
+    assert "denoising" in stages  # a known name has its place, however late it comes
+    assert len(stages) == 100 + len({"denoising", "generation", "other"})
+
+
+def request(**kwargs: Any) -> RequestRecord:
+    return replace(
+        RequestRecord("id", "POST", "/draw/a red fox", "2026-03-01T10:00:00+00:00", 0.5, 0.1, 200, 1, 2, 1),
+        **kwargs,
+    )
+
+
+def test_a_request_is_told_by_its_template() -> None:
+    metrics = Metrics()
+    metrics.add_request(request(route="/draw/{prompt}"))
+    metrics.add_request(request())
+    text = metrics.text().decode()
+    read = samples(text)
+    assert value(read, "requests_total", method="POST", status="200", route="/draw/{prompt}") == 1
+    assert value(read, "requests_total", method="POST", status="200", route="unknown") == 1
+    assert value(read, "request_seconds_sum", route="/draw/{prompt}") == 0.5
+    assert "fox" not in text
+
+
+def test_what_was_dropped_is_counted_once() -> None:
+    metrics = Metrics()
+    for dropped in (3, 3, 5):
+        text = metrics.text(dropped={"runs": dropped}).decode()
+    assert value(samples(text), "dropped_total", what="runs") == 5
+
+
+def test_a_file_for_node_exporter_is_whole_and_all_may_read_it(tmp_path: Path) -> None:
+    metrics = Metrics()
+    metrics.add_run(generation())
+    metrics.write(tmp_path / "sigmascope.prom")
+    file = tmp_path / "sigmascope.prom"
+    assert value(samples(file.read_text()), "step_seconds_count", pipeline="FluxPipeline") == 3
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["sigmascope.prom"]
+
+
+@pytest.mark.parametrize("make", [Metrics, lambda: to_prometheus([])])
+def test_a_folder_for_several_processes_that_is_missing_is_refused(
+    make: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="PROMETHEUS_MULTIPROC_DIR"):
+        make()
+
+
+def test_names_and_units_are_as_prometheus_wants_them() -> None:
+    for family in text_string_to_metric_families(to_prometheus([generation()])):
+        kinds = {"histogram": ("_seconds",), "gauge": ("_bytes", "_in_flight", "_created")}
+        if family.type in kinds:
+            assert family.name.endswith(kinds[family.type]), family.name
+        assert family.documentation or family.name.endswith("_created")
