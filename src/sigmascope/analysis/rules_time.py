@@ -6,7 +6,7 @@ merged run.
 
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from sigmascope import units
 from sigmascope.analysis.breakdown import seconds_between_steps
@@ -366,16 +366,7 @@ def held_by_power_cap(case: Case) -> Iterator[Seen]:
 @rule("ranks.slow_rank", "warning", about="steps", looks_at="ranks")
 def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Seen]:
     """One rank's steps take longer than the others': if ranks wait for each other, it slows all of them."""
-    on_device = timed_on_device(*([run] for run in ranks.values()))  # all of them, or none
-    of_stage: dict[str, dict[str, list[float]]] = {}
-    for rank, run in ranks.items():
-        for stage in run.walk():
-            timed = step_seconds(stage, on_device=step_name(stage) in on_device)
-            seconds = known(timed[1:])  # the first may compile
-            if len(stage.steps) >= _FEWEST_STEPS_OF_A_RANK and seconds:
-                of_stage.setdefault(stage.name, {}).setdefault(rank, []).extend(seconds)
-    for stage_name, of_rank in of_stage.items():
-        steps = {rank: median(seconds) for rank, seconds in of_rank.items()}
+    for stage_name, steps in median_steps(ranks).items():
         slowest = max(steps, key=lambda rank: steps[rank])
         others = [seconds_of_rank for rank, seconds_of_rank in steps.items() if rank != slowest]
         if not others or steps[slowest] < _LEAST_SLOW_RANK_RATIO * median(others):
@@ -389,3 +380,46 @@ def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Seen]:
             "topo -m). Check whether it got more work.",
             stage=stage_name,
         )  # fmt: skip
+
+
+def median_steps(ranks: Mapping[str, Run]) -> dict[str, dict[str, float]]:
+    """By stage and rank, the median seconds of a step, without the first of each stage, which may compile."""
+    on_device = timed_on_device(*([run] for run in ranks.values()))  # all of them, or none
+    of_stage: dict[str, dict[str, list[float]]] = {}
+    for rank, run in ranks.items():
+        for stage in run.walk():
+            timed = step_seconds(stage, on_device=step_name(stage) in on_device)
+            seconds = known(timed[1:])  # the first may compile
+            if len(stage.steps) >= _FEWEST_STEPS_OF_A_RANK and seconds:
+                of_stage.setdefault(stage.name, {}).setdefault(rank, []).extend(seconds)
+    return {
+        name: {rank: median(seconds) for rank, seconds in of_rank.items()}
+        for name, of_rank in of_stage.items()
+    }
+
+
+class SlowestRank(NamedTuple):
+    """The process of a merged run whose steps take longest, and the one whose steps are shortest, in one stage."""
+
+    name: str
+    step_seconds: float
+    fastest: str
+    fastest_seconds: float
+    stage: str
+
+
+def slowest_rank(ranks: Mapping[str, Run]) -> SlowestRank | None:
+    """In the stage that most of the steps' time goes into; None where fewer than two processes have steps.
+
+    It says nothing of whether the difference matters: the finding `ranks.slow_rank` does.
+
+    Args:
+        ranks: The runs by name, as `sigmascope.records.merge.ranks_of` gives them.
+    """
+    compared = {name: steps for name, steps in median_steps(ranks).items() if len(steps) > 1}
+    if not compared:
+        return None
+    stage = max(compared, key=lambda name: max(compared[name].values()))
+    steps = compared[stage]
+    slowest, fastest = (choose(steps, key=lambda rank: steps[rank]) for choose in (max, min))
+    return SlowestRank(slowest, steps[slowest], fastest, steps[fastest], stage)

@@ -20,7 +20,14 @@ _Commands = commands_on_demand(
         "prune": OnDemand(
             _MODULE, "Drop the oldest runs, but for those with a tag, and give the space back."
         ),
-        "export": OnDemand(_MODULE, "Write runs with their tags and notes to a file, a line of JSON each."),
+        "export": OnDemand(
+            _MODULE,
+            "Write runs to a file: all of them with tags and notes in .jsonl, for runs import; a table in .csv or .parquet.",
+        ),
+        "merge": OnDemand(
+            _MODULE,
+            "Make one run of those of several processes: the ranks of a training, or the machines of a generation.",
+        ),
         "import": OnDemand(
             _MODULE, "Take runs of files into the store. A run that is there already is not taken in twice."
         ),

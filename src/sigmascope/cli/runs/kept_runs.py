@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from rich.table import Table
@@ -30,6 +30,7 @@ _AGO_UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 app = typer.Typer(rich_markup_mode="rich")
 
+TableName = Literal["runs", "stages", "steps"]
 References = Annotated[
     list[str],
     typer.Argument(
@@ -273,7 +274,10 @@ def prune(
 @option_groups
 def export(
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A file that ends in .jsonl.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A file that ends in .jsonl, .csv or .parquet.", show_default=False
+        ),
     ],
     chosen: Chosen,
     references: Annotated[
@@ -282,18 +286,71 @@ def export(
             metavar="[RUN...]", help="Which; without any, all that the options leave.", show_default=False
         ),
     ] = None,
+    rows: Annotated[
+        TableName,
+        typer.Option(
+            "--table",
+            help="What a row of .csv or .parquet is: one of the runs, of their stages or of their steps.",
+        ),
+    ] = "runs",
 ) -> None:
-    """Write runs with their tags and notes to a file, a line of JSON each."""
+    """Write runs to a file: all of them with tags and notes in .jsonl, for runs import; a table in .csv or .parquet."""
     from sigmascope.history.exchange import LINES, write_runs
+    from sigmascope.history.tabular import write_table, writer_of
 
     if path.suffix != LINES:
-        raise ConfigError(f"{path} does not end in {LINES}.", hint=f"Name it runs{LINES}, for example.")
+        writer_of(path)
+    elif rows != "runs":
+        raise ConfigError(f"{path} is no table.", hint=f"Name it {rows}.csv or {rows}.parquet.")
     filters = chosen.filters()
     require_writable(path)
     with _store() as store:
         runs = _named(references, store) if references else store.runs(filters)[::-1]
-        write_runs(store, runs, path)
-    say(f"{units.counted(len(runs), 'run')} in {path}")
+        if path.suffix == LINES:
+            write_runs(store, runs, path)
+            count = len(runs)
+        else:
+            count = write_table(store, runs, path, rows)
+    say(f"{units.counted(count, rows.removesuffix('s'))} in {path}")
+
+
+@app.command("merge", epilog="Example: sigmascope runs merge rank*.json --output training.json")
+def merge(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="The run of each process: a file, latest, @tag, or the beginning of an id.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file for the run of all.", show_default=False)
+    ],
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", help="What to call each, in order; rank 0, rank 1, … by default. Repeatable."),
+    ] = None,
+) -> None:
+    """Make one run of those of several processes: the ranks of a training, or the machines of a generation."""
+    from sigmascope.analysis.diagnostics import diagnose
+    from sigmascope.analysis.rules_time import slowest_rank
+    from sigmascope.cli.compare import load_runs
+    from sigmascope.records.merge import merge_runs, ranks_of
+    from sigmascope.records.serialization import save_run
+
+    runs = load_runs(paths)
+    merged = merge_runs(runs, name)
+    merged = replace(merged, findings=diagnose(merged))
+    require_writable(output)
+    save_run(merged, output)
+    say(f"{units.counted(len(runs), 'process', 'processes')} in {output}")
+    slowest = slowest_rank(ranks_of(merged))
+    if slowest is not None:
+        say(
+            f"Slowest: {slowest.name}, {units.seconds(slowest.step_seconds)} a step; "
+            f"the fastest, {slowest.fastest}, {units.seconds(slowest.fastest_seconds)}"
+        )
 
 
 @app.command("import", epilog="Example: sigmascope runs import old.jsonl")
