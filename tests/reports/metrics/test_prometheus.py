@@ -71,20 +71,21 @@ def test_verdicts_on_loras_are_counted() -> None:
     assert value(read, "lora_verdicts_total", pipeline="FluxPipeline", verdict="no_effect") == 1
 
 
-def test_names_that_clients_invent_make_a_bounded_number_of_series_and_are_counted() -> None:
+@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_names_that_clients_invent_make_a_bounded_number_of_series_and_are_counted(count: int) -> None:
     metrics = Metrics()
-    for number in range(10_000):
+    for number in range(count):
         metrics.add_run(hostile(number))
-        if number == 4_999:
-            half = len(samples(metrics.text().decode()))
+        if number == 300:
+            after_300 = len(samples(metrics.text().decode()))
     text = metrics.text().decode()
     read = samples(text)
-    assert len(read) == half  # 5,000 more invented names are no series more
+    assert len(read) == after_300  # hundreds more of invented names are no series more
     assert "fox" not in text
     assert "/home" not in text
     assert "id-" not in text
-    assert value(read, "dropped_total", what="pipeline") == 10_000 - 50
-    assert value(read, "dropped_total", what="stage") == 30_000 - 100
+    assert value(read, "dropped_total", what="pipeline") == count - 50
+    assert value(read, "dropped_total", what="stage") == 3 * count - 100
     stages = {dict(labels)["stage"] for name, labels in read if name == "stage_seconds_count"}
     assert "denoising" in stages  # a known name has its place, however late it comes
     assert len(stages) == 100 + len({"denoising", "generation", "other"})
