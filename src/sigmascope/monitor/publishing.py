@@ -208,9 +208,12 @@ def publication(recorder: Recorder, stage: LiveStage) -> Callable[[], None]:
     nobody listens.
     """
     publisher = PUBLISHER
-    if not publisher.is_heard or any(frame.scope.name == GENERATION for frame in frames_here()):
+    try:
+        if not publisher.is_heard or any(frame.scope.name == GENERATION for frame in frames_here()):
+            return _nothing
+        span = _span_here()
+    except Exception:  # noqa: BLE001 - a guest
         return _nothing
-    span = _span_here()
 
     def hand_over() -> None:
         with suppress(Exception):  # a guest
