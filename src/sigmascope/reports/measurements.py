@@ -155,7 +155,7 @@ def _verdicts(stages: Sequence[Stage]) -> Iterator[Verdict]:
     """Of each LoRA that was put on, as was found out then, and of each that was on in a call."""
     for stage in stages:
         analysis = stage.facts.get(_LORA)
-        if isinstance(analysis, Mapping):
+        if isinstance(analysis, Mapping) and str(stage.facts.get("method", "load_")).startswith("load_"):
             yield _verdict(analysis.get("effective"))
         told = stage.facts.get(_VERDICTS)
         for verdict in told if isinstance(told, list | tuple) else ():
@@ -185,12 +185,11 @@ def _verdict(effective: object) -> Verdict:
 
 
 def _pipeline(run: Run, stages: Iterable[Stage]) -> str | None:
-    for facts in (*(stage.facts for stage in stages), run.facts):
-        kind = _text(_mapping(facts.get("pipeline")).get("class_name"))
-        name = kind or model_label(_text(_mapping(facts.get("performance")).get("model_name")))
-        if name:
-            return name
-    return None
+    """Its class; where nobody knows it, what a monitor calls the model."""
+    known = [*(stage.facts for stage in stages), run.facts]
+    kinds = (_text(_mapping(facts.get("pipeline")).get("class_name")) for facts in known)
+    models = (_text(_mapping(facts.get("performance")).get("model_name")) for facts in known)
+    return next(filter(None, (*kinds, *map(model_label, models))), None)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
