@@ -47,6 +47,7 @@ print(json.dumps(ended))
 OF_EXTRAS = (
     "diffusers", "transformers", "peft", "accelerate", "webdataset", "tensorboard", "starlette", "uvicorn", "pynvml",
     "prometheus_client", "gguf", "scipy", "skimage", "matplotlib", "lycoris", "hypothesis", "pandas", "sklearn",
+    "opentelemetry", "pyarrow",
 )  # fmt: skip
 """What an extra brings, or tests; pydantic is not among them, since newer versions of Typer bring it."""
 

@@ -54,7 +54,8 @@ EXITS = (
     "lbm infer --base_model_path NONE --source_image NONE --output_path PICTURE", "lbm make-shards FOLDER NONE",
     "lbm serve --base_model_path NONE", "lbm train --path_config YAML --dry_run", "lbm train --path_config NONE",
     "runs list", "runs list --json", "runs list --pipeline EVIL", "runs list --tag EVIL", "runs show latest", "runs show EVIL", "runs tag EVIL latest",
-    "runs note latest EVIL", "runs rm latest", "runs prune --most 0", "runs export out.jsonl", "runs export EVIL", "runs import RUN2", "runs import NONE",
+    "runs note latest EVIL", "runs rm latest", "runs prune --most 0", "runs export out.jsonl", "runs export out.csv --table stages", "runs export EVIL", "runs merge RUN RUN2 --output OUT",
+    "runs merge RUN RUN --output OUT", "show RUN --prometheus OUT", "runs import RUN2", "runs import NONE",
     "runs query SELECT(id)FROM(runs)", "runs query SELECT(note)FROM(notes)", "runs query EVIL", "show latest", "compare", "compare latest EVIL", "runs EVIL",
     "EVIL", "lora EVIL", "lora inspect LORA EVIL",
 )  # fmt: skip

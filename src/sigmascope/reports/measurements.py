@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from sigmascope.records.failures import FAILED, INTERRUPTED, OK, RAN_OUT, outcome_of
 from sigmascope.records.merge import is_rank
@@ -24,6 +24,7 @@ OTHER: Final = "other"
 UNKNOWN: Final = "unknown"
 Outcome = Literal["ok", "error", "oom", "cancelled"]
 Verdict = Literal["acts", "no_effect", "unknown"]
+VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
 OUTCOME_LABELS: Final[Mapping[str, Outcome]] = {
     OK: "ok",
     FAILED: "error",

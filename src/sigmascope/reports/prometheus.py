@@ -19,8 +19,10 @@ from sigmascope.records.performance import RequestRecord
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import Run
 from sigmascope.reports.measurements import (
+    OUTCOME_LABELS,
     STAGE_BUCKETS,
     STEP_BUCKETS,
+    VERDICTS,
     Labels,
     Measured,
     measured,
@@ -152,6 +154,8 @@ class Metrics:
         labels = self.labels
         pipeline, route = labels.pipeline.of(part.pipeline), labels.route.of(part.route)
         if part.outcome is not None:
+            for outcome in OUTCOME_LABELS.values():  # a series that begins at 1 shows Prometheus no increase
+                self._generations.labels(pipeline, outcome, route)
             self._generations.labels(pipeline, part.outcome, route).inc()
         if part.generation_seconds is not None:
             self._stage_seconds.labels(pipeline, "generation").observe(part.generation_seconds)
@@ -167,8 +171,8 @@ class Metrics:
             self._raise_peak(pipeline, labels.device.of(device), nbytes)
         for device, nbytes in part.totals.items():
             self._device_bytes.labels(labels.device.of(device)).set(nbytes)
-        for verdict in part.verdicts:
-            self._verdicts.labels(pipeline, verdict).inc()
+        for verdict in VERDICTS if part.outcome is not None or part.verdicts else ():
+            self._verdicts.labels(pipeline, verdict).inc(part.verdicts.count(verdict))
 
     def _raise_peak(self, pipeline: str, device: str, nbytes: int) -> None:
         with self._lock:

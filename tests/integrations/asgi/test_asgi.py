@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 from starlette import routing
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
 from sigmascope.monitor.generation import SERVED, current_request_id
 from sigmascope.monitor.performance import PerformanceMonitor
+from sigmascope.monitor.publishing import PUBLISHER
+from sigmascope.monitor.recorder import stage, step
 from sigmascope.records.performance import RequestRecord
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -569,3 +573,95 @@ def test_a_websocket_that_is_served_for_days_remembers_its_last_generations(
 
     call(PerformanceMonitoringMiddleware(app), scope(kind="websocket"))
     assert held == [5]
+
+
+def site(seen: list[str | None]) -> Starlette:
+    """Routes in routes, which note what the middleware makes of them while they answer."""
+
+    async def draw(request: Request) -> Response:
+        served = SERVED.get()
+        assert served is not None
+        seen.append(served.route())
+        return Response("x")
+
+    inner = [routing.Route("/draw/{prompt}", draw), routing.Route("/apiary", draw)]
+    return Starlette(
+        routes=[
+            routing.Route("/draw/{prompt:path}", draw),
+            routing.Mount("/api", routes=inner),
+            routing.Mount("/of/{tenant}", routes=inner),
+            routing.Mount("/files", app=Starlette(routes=[routing.Route("/{name}", draw)])),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/draw/a red fox", "/draw/{prompt:path}"),
+        ("/api/draw/a red fox", "/api/draw/{prompt}"),
+        ("/api/apiary", "/api/apiary"),
+        ("/of/fox/draw/red", "/of/{tenant}/draw/{prompt}"),
+        ("/files/fox.png", "/files/{name}"),
+        ("/nothing/fox", None),
+    ],
+)
+def test_a_request_is_known_by_the_template_of_its_route(path: str, route: str | None) -> None:
+    seen: list[str | None] = []
+    watched = PerformanceMonitoringMiddleware(site(seen), metrics_path="/metrics")
+    client = TestClient(watched)
+    client.get(path)
+    assert watched.requests()[0].route == route
+    assert seen == ([] if route is None else [route])
+    text = client.get("/metrics").text
+    assert f'sigmascope_request_seconds_count{{route="{route or "unknown"}"}} 1.0' in text
+    assert "fox" not in text
+
+
+def test_litestar_says_the_template_itself() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        scope["path_template"] = "/draw/{prompt:str}"
+        await answer(send, b"x")
+
+    watched = PerformanceMonitoringMiddleware(app)
+    call(watched)
+    assert watched.requests()[0].route == "/draw/{prompt:str}"
+
+
+def test_stages_of_a_generation_are_served_with_its_route_and_its_wait() -> None:
+    monitor = PerformanceMonitor(sample_hz=None)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        scope["path_template"] = "/draw"
+        with monitor.monitor_generation("pocket"), stage("denoising"), step():
+            pass
+        with monitor.monitor_generation("pocket"):  # it has not waited since the request came
+            pass
+        await answer(send, b"x")
+
+    watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+    call(watched)
+    text = call(watched, scope("/metrics", method="GET"))[1]["body"].decode()
+    for line in (
+        'sigmascope_generations_total{outcome="ok",pipeline="pocket",route="/draw"} 2.0',
+        'sigmascope_stage_seconds_count{pipeline="pocket",stage="denoising"} 1.0',
+        'sigmascope_stage_seconds_count{pipeline="pocket",stage="generation"} 2.0',
+        'sigmascope_step_seconds_count{pipeline="pocket"} 1.0',
+        'sigmascope_queue_wait_seconds_count{pipeline="pocket",route="/draw"} 1.0',
+        'sigmascope_dropped_total{what="runs"} 0.0',
+    ):
+        assert line in text
+
+
+def test_a_middleware_that_is_gone_counts_no_more() -> None:
+    gc.collect()
+    before = len(PUBLISHER._listeners)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, b"x")
+
+    watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+    assert len(PUBLISHER._listeners) == before + 1
+    del watched
+    gc.collect()
+    assert len(PUBLISHER._listeners) == before

@@ -39,7 +39,7 @@ def test_missing_packages_are_named() -> None:
 
 def test_our_own_extras_are_those_of_the_project() -> None:
     names = [extra.name for extra in extras_facts()]
-    extras = "diffusers lbm train ui nvidia prometheus gguf comfyui postgres"
+    extras = "diffusers lbm train ui nvidia prometheus otel parquet gguf comfyui postgres"
     assert set(extras.split()) == set(names)
     installed = {name: version for extra in extras_facts() for name, version in extra.versions.items()}
     assert installed["diffusers"] == metadata.version("diffusers")
