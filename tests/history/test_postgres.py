@@ -1,17 +1,15 @@
 """The same store on PostgreSQL, on a server that the tests start: it hears no network, and ends with them."""
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.history.kept_runs import kept_run
+from tests.history.postgres import PROGRAMS, postgres_server
 
 from sigmascope.errors import ConfigError, OtherRunError, StoreError
 from sigmascope.history.exchange import take_in, write_runs
@@ -19,10 +17,6 @@ from sigmascope.history.keeper import keep_all, unkept_files
 from sigmascope.history.location import STORE
 from sigmascope.history.store import Filters, Store, open_store
 
-PROGRAMS = next(
-    (folder for folder in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)),
-    Path(shutil.which("initdb") or "/none/initdb").parent,
-)
 pytestmark = [
     pytest.mark.postgres,
     pytest.mark.slow,
@@ -41,27 +35,8 @@ print([line for line in said if "kept in" not in line])
 @pytest.fixture(scope="module")
 def server() -> Iterator[Path]:
     """The folder of a server's socket."""
-    user = "postgres" if os.geteuid() == 0 else None  # it refuses to run as root
-    folder = Path(tempfile.mkdtemp(prefix="pg-"))  # a socket's path has a hundred letters at most
-    data = folder / "data"
-    if user is not None:
-        shutil.chown(folder, user)
-    run = {"user": user, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
-    command = [PROGRAMS / "initdb", "-D", data, "-U", "me", "-A", "trust", "--no-sync"]
-    subprocess.run(command, check=True, **run)  # type: ignore[call-overload]
-    settings = ["-c", "listen_addresses=", "-c", "fsync=off", "-c", f"unix_socket_directories={folder}"]
-    process = subprocess.Popen([PROGRAMS / "postgres", "-D", data, *settings], **run)  # type: ignore[call-overload]
-    try:
-        until = time.monotonic() + 60
-        while not (folder / ".s.PGSQL.5432").exists():
-            assert time.monotonic() < until
-            assert process.poll() is None
-            time.sleep(0.05)
+    with postgres_server() as folder:
         yield folder
-    finally:
-        process.terminate()
-        process.wait(60)
-        shutil.rmtree(folder)
 
 
 @pytest.fixture
