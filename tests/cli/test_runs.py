@@ -1,5 +1,6 @@
 """`sigmascope runs`, and the other commands that take a run which was kept."""
 
+import csv
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from sigmascope.errors import ConfigError, RecordError, StoreError
 from sigmascope.history.keeper import keep_all, unkept_files
 from sigmascope.history.store import open_store
 from sigmascope.records.run import Run
+from sigmascope.records.serialization import load_run
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +121,58 @@ def test_runs_go_out_and_come_in_again(tmp_path: Path) -> None:
     assert "1 run taken in" in did("runs", "import", tmp_path / "one.jsonl").stdout
     assert "1 run taken in; 1 was there already" in did("runs", "import", tmp_path / "all.jsonl").stdout
     assert ids("--tag", "before") == ["bbbb2222", "aaaa1111"]
+
+
+def test_runs_go_out_as_tables(tmp_path: Path) -> None:
+    kept(on_day(1, "aaaa1111"), on_day(2, "bbbb2222"))
+    assert "2 runs in" in did("runs", "export", tmp_path / "runs.csv").stdout
+    with (tmp_path / "runs.csv").open(newline="") as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["aaaa1111", "bbbb2222"]
+    assert "4 steps in" in did("runs", "export", "steps.csv", "latest", "--table", "steps").stdout
+    assert "2 stages in" in did("runs", "export", "stages.parquet", "latest", "--table", "stages").stdout
+
+
+@pytest.mark.parametrize("words", [("runs.txt",), ("runs.jsonl", "--table", "steps")])
+def test_a_file_that_is_no_table_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    kept(on_day(1, "aaaa1111"))
+    done = invoked("runs", "export", *words)
+    assert isinstance(done.exception, ConfigError)
+    assert not (tmp_path / words[0]).exists()
+
+
+def test_the_runs_of_several_processes_become_one_that_names_the_slowest(tmp_path: Path) -> None:
+    for rank, seconds in enumerate((10.0, 14.0, 10.2)):
+        on_day(1, f"rank-{rank}", seconds=seconds).save(tmp_path / f"rank{rank}.json")
+    files = [tmp_path / f"rank{rank}.json" for rank in range(3)]
+    told = did("runs", "merge", *files, "--output", tmp_path / "all.json").stdout
+    assert "3 processes in" in told
+    assert "Slowest: rank 1, 2.60 s a step; the fastest, rank 0, 1.80 s" in " ".join(told.split())
+    merged = load_run(tmp_path / "all.json")
+    assert [stage.name for stage in merged.stages] == ["rank 0", "rank 1", "rank 2"]
+    assert {device.device for device in merged.peak().accelerators} == {
+        f"cuda:0 (rank {rank})" for rank in range(3)
+    }
+    assert [finding.evidence["rank"] for finding in merged.findings if finding.id == "ranks.slow_rank"] == [
+        "rank 1"
+    ]
+    assert "rank 1" in did("show", tmp_path / "all.json").stdout
+
+
+def test_processes_have_the_names_that_they_are_given(tmp_path: Path) -> None:
+    kept(on_day(1, "aaaa1111"), on_day(2, "bbbb2222"))
+    did(
+        "runs",
+        "merge",
+        "latest",
+        "latest~1",
+        "--name",
+        "node a",
+        "--name",
+        "node b",
+        "-o",
+        tmp_path / "all.json",
+    )
+    assert {stage.name for stage in load_run(tmp_path / "all.json").stages} == {"node a", "node b"}
 
 
 def test_what_is_not_taken_in_fails_the_command(tmp_path: Path) -> None:
