@@ -107,10 +107,10 @@ def test_promtool_takes_the_rules_and_each_alert_fires_when_it_should(tmp_path: 
     ):
         assert was in rules
         (tmp_path / "rules.yml").write_text(rules.replace(was, becomes), encoding="utf-8")
-        done = subprocess.run(
+        tried = subprocess.run(
             ["promtool", "test", "rules", "rules_test.yml"], cwd=tmp_path, capture_output=True, check=False
         )
-        assert done.returncode != 0, f"with {becomes} they pass too"
+        assert tried.returncode != 0, f"with {becomes} they pass too"
 
 
 def free_port() -> int:
@@ -211,7 +211,7 @@ def yesterday(folder: Path) -> None:
         folder / "yesterday.txt",
         folder / "data",
     ]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(list(map(str, command)), check=True, capture_output=True)
 
 
 @contextmanager

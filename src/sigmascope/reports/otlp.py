@@ -473,7 +473,7 @@ def _bounded_processor(exporter: Any, dropped: dict[str, int]) -> Any:
             nonlocal waiting
             with lock:
                 waiting -= len(spans)
-            result = SpanExportResult.FAILURE
+            result: SpanExportResult = SpanExportResult.FAILURE
             try:
                 result = exporter.export(spans)
             finally:
@@ -504,7 +504,7 @@ def _bounded_processor(exporter: Any, dropped: dict[str, int]) -> Any:
             self._batches.on_end(span)
 
         def shutdown(self) -> None:
-            self._batches.shutdown()
+            self._batches.shutdown()  # type: ignore[no-untyped-call]
 
         def force_flush(self, timeout_millis: int = 30_000) -> bool:
             return self._batches.force_flush(timeout_millis)
@@ -530,7 +530,7 @@ def _counting_exporter(exporter: Any, dropped: dict[str, int]) -> Any:
         def export(
             self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any
         ) -> MetricExportResult:
-            result = MetricExportResult.FAILURE
+            result: MetricExportResult = MetricExportResult.FAILURE
             try:
                 result = exporter.export(metrics_data, timeout_millis=timeout_millis, **kwargs)
             finally:

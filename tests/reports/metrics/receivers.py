@@ -129,8 +129,8 @@ def grpc_receiver(delay: float = 0.0, code: grpc.StatusCode | None = None) -> It
             )
 
     server = grpc.server(ThreadPoolExecutor(4))
-    trace_grpc.add_TraceServiceServicer_to_server(Traces(), server)
-    metrics_grpc.add_MetricsServiceServicer_to_server(Metrics(), server)
+    trace_grpc.add_TraceServiceServicer_to_server(Traces(), server)  # type: ignore[no-untyped-call]
+    metrics_grpc.add_MetricsServiceServicer_to_server(Metrics(), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
