@@ -152,7 +152,7 @@ print(json.dumps(told))
     help_text = " ".join(told["help"].replace("│", " ").split())
     assert "--names" in help_text
     assert "Write the names of stages." in help_text
-    assert "What --html, --markdown, --trace and --names show of prompts" in help_text
+    assert "What --html, --markdown, --prometheus, --trace and --names show of prompts" in help_text
     assert told["said"] == "The list is in names.txt\n"
     written = house.folder / "names.txt"
     assert written.read_text(encoding="utf-8") == "none: denoising"

@@ -187,4 +187,5 @@ def test_an_environment_that_cannot_be_followed_is_told_once_and_hurts_nobody(
         for _ in range(2):
             with monitor.monitor_generation("pocket"):
                 pass
+        until(lambda: publisher._has_looked)
     assert ["runs are not exported" in record.message for record in caplog.records] == [True]

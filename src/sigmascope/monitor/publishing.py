@@ -38,7 +38,7 @@ TEXTFILE: Final = "SIGMASCOPE_TEXTFILE"
 MOST_WAITING: Final = 256
 """Runs. A listener counts one in a millisecond."""
 LONGEST_WAIT_SECONDS: Final = 5.0
-"""At the end of the process, for all listeners together."""
+"""At the end of the process: until all is handed on, which is at once, and then until it is sent."""
 GENERATION: Final = "generation"
 
 
@@ -85,11 +85,8 @@ class Publisher:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody listens. The first time, those of the environment begin to."""
-        if not self._has_looked:
-            self._has_looked = True
-            _export_as_environment_says()
-        return bool(self._listeners)
+        """Whether anybody listens, or will as soon as there is something: what the environment names begins then."""
+        return bool(self._listeners) or (not self._has_looked and _environment_asks())
 
     def listen(
         self,
@@ -110,7 +107,6 @@ class Publisher:
         entry = _Entry(hear, rest, end)
         with self._lock:
             self._listeners = [*self._listeners, entry]
-        _finish_at_exit()
 
         def leave() -> None:
             with self._lock:
@@ -123,8 +119,6 @@ class Publisher:
         listeners, has_looked = self._listeners, self._has_looked
         self.__init__()  # type: ignore[misc] # others hold this object
         self._listeners, self._has_looked = listeners, has_looked
-        if listeners:
-            _finish_at_exit()
 
     def take(self, published: Published) -> None:
         """Queue a run. Returns at once."""
@@ -133,6 +127,7 @@ class Publisher:
                 self.dropped += 1
                 return
             self._waiting.append(published)
+            _finish_at_exit()
             if self._thread is not None:
                 return
             self._thread = own_thread("publisher", self._work)
@@ -155,6 +150,9 @@ class Publisher:
         try:
             with hands_off():
                 has_handed_on = bool(self._waiting)
+                if has_handed_on and not self._has_looked:
+                    _export_as_environment_says()
+                    self._has_looked = True  # only now: meanwhile others hand runs over, too
                 while self._waiting:
                     published = self._waiting.popleft()
                     for entry in self._listeners:
@@ -166,9 +164,9 @@ class Publisher:
         return True
 
     def finish(self, seconds: float = LONGEST_WAIT_SECONDS) -> None:
-        """Hand on what waits and let each listener end, in bounded time."""
+        """Hand on what waits, then let all listeners end: each of the two in so many seconds at most."""
+        self.drain(seconds)
         until = time.monotonic() + seconds
-        self.drain(seconds / 2)
         for entry in self._listeners:
             self._safely(entry.end, max(0.0, until - time.monotonic()))
 
@@ -293,7 +291,13 @@ def export_runs(*, otlp: bool = False, textfile: str | os.PathLike[str] | None =
             )
         )
         counts.append(metrics.labels.folded)
-    return Export(ends, lambda: {name: count for counted in counts for name, count in counted().items()})
+
+    def dropped() -> dict[str, int]:
+        """What several exports do not take alike is one loss."""
+        told = [counted() for counted in counts]
+        return {name: max(count.get(name, 0) for count in told) for count in told for name in count}
+
+    return Export(ends, dropped)
 
 
 def _textfile_metrics(path: Path) -> "Metrics":
@@ -328,10 +332,15 @@ _COUNTED: "Final[weakref.WeakSet[Metrics]]" = weakref.WeakSet()
 """Metrics that count runs already: those of several parts of a process may be one object."""
 
 
+def _environment_asks() -> bool:
+    return os.environ.get(OTLP, "0") not in ("", "0") or bool(os.environ.get(TEXTFILE))
+
+
 def _export_as_environment_says() -> None:
-    otlp, textfile = os.environ.get(OTLP) or "0", os.environ.get(TEXTFILE) or None
-    if otlp == "0" and textfile is None:
+    """On the thread that hands runs on: packages are imported here, which takes a moment."""
+    if not _environment_asks():
         return
+    otlp, textfile = os.environ.get(OTLP) or "0", os.environ.get(TEXTFILE) or None
     try:
         export_runs(otlp=otlp != "0", textfile=textfile)
     except Exception as failure:  # noqa: BLE001 - the host goes on without
@@ -348,9 +357,21 @@ def _finish_at_exit() -> None:
     if _will_finish != os.getpid():
         _will_finish = os.getpid()
         atexit.register(_finish)
+        _hand_on_before_executors_end()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             util.Finalize(None, _finish, exitpriority=0)
+
+
+def _hand_on_before_executors_end() -> None:
+    """Let what waits be handed on before Python ends its executors, which OpenTelemetry needs while it is imported.
+
+    They end before `atexit`. Those who want to be earlier register as they do; the last is called first.
+    """
+    with suppress(Exception):
+        import concurrent.futures.thread  # noqa: F401
+
+        threading._register_atexit(lambda: PUBLISHER.drain(LONGEST_WAIT_SECONDS))  # type: ignore[attr-defined]
 
 
 def _finish() -> None:

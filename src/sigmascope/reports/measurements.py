@@ -88,7 +88,7 @@ def measured(run: Run) -> Iterator[Measured]:
     clean = cleaner(run, "none")
     if _COMFYUI in run.facts:
         facts = _mapping(run.facts[_COMFYUI])
-        inside = [part for stage in run.stages for part in stage.walk()]
+        inside = [part for stage in nodes_of(run) for part in stage.walk()]
         yield Measured(
             "ComfyUI",
             run.seconds if is_duration(run.seconds) else None,
@@ -119,6 +119,12 @@ def measured(run: Run) -> Iterator[Measured]:
             tuple(_verdicts(inside)),
             stage,
         )
+
+
+def nodes_of(run: Run) -> Iterator[Stage]:
+    """The stages of a prompt of ComfyUI, without the one that is around all of them."""
+    for stage in run.stages:
+        yield from stage.children if stage.name == GENERATION else (stage,)
 
 
 def _outermost(stages: Iterable[Stage]) -> Iterator[Stage]:

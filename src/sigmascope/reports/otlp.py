@@ -30,6 +30,7 @@ from sigmascope.reports.measurements import (
     Measured,
     gauges_of_devices,
     measured,
+    nodes_of,
 )
 from sigmascope.threads import own_thread
 
@@ -145,7 +146,7 @@ class OpenTelemetry:
         )
         _tell_error(span, part.outcome, run.stages)
         inside = set_span_in_context(span, context)
-        for stage in run.stages:
+        for stage in nodes_of(run):
             self._span(stage, None, began_ns, inside, tracer, budget)
         span.end(began_ns + _ns(run.seconds))
 
@@ -418,9 +419,12 @@ def _resource() -> Any:
     """What the environment says of the service, and an id of this process: each worker counts for itself."""
     import uuid
 
-    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
-    said = Resource.create()
+    try:
+        said = Resource.create()
+    except RuntimeError:  # it asks on threads, of which there are no more as Python ends
+        said = OTELResourceDetector(raise_on_error=False).detect()
     if said.attributes.get("service.instance.id"):
         return said
     return said.merge(Resource({"service.instance.id": str(uuid.uuid4())}))

@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.integrations.comfyui.conftest import Watch
 
 from sigmascope.history.keeper import finish
 from sigmascope.history.store import open_store
+from sigmascope.monitor.publishing import Published
+from sigmascope.reports.measurements import measured
 
 GRAPH: dict[str, Any] = {
     "1": {"class_type": "Load", "inputs": {"ckpt_name": "flux.safetensors"}},
@@ -24,3 +27,16 @@ def test_a_prompt_is_kept_with_what_it_ran(watch: Watch, store_file: Path) -> No
     assert (row.source, row.row.outcome, row.row.steps) == ("comfyui", "ok", 3)
     assert (row.row.pipeline or "").startswith("ComfyUI ")
     assert row.row.model == "flux.safetensors"
+
+
+def test_a_prompt_is_handed_over_to_be_exported(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = list[Published]()
+    monkeypatch.setattr(
+        "sigmascope.integrations.comfyui.session.publish", lambda run: heard.append(Published(run))
+    )
+    run = watch().run(GRAPH)
+    [part] = [part for published in heard for part in measured(published.run)]
+    assert (part.pipeline, part.outcome, len(part.steps)) == ("ComfyUI", "ok", 3)
+    assert part.generation_seconds == run.seconds
+    assert [name for name, _ in part.stages] == ["Load", "Empty", "Sampler"]
+    assert part.queue_seconds is not None

@@ -70,7 +70,8 @@ def test_each_rank_of_a_merged_run_is_counted() -> None:
 
 
 def test_a_prompt_of_comfyui_is_one_generation_with_its_wait_in_the_queue() -> None:
-    nodes = (Stage("KSampler", 0.0, 2.0, facts={"lora_verdicts": [{"lora": "x", "effective": False}]}),)
+    node = Stage("KSampler", 0.0, 2.0, facts={"lora_verdicts": [{"lora": "x", "effective": False}]})
+    nodes = (Stage("generation", 0.0, 2.5, children=(node,)),)
     facts = {"comfyui": {"seconds_before": {"queue": 4.5}, "nodes": []}}
     part = only(Run("1", "prompt", "2026-03-01T10:00:00+00:00", 2.5, None, nodes, facts=facts))
     assert (part.pipeline, part.generation_seconds, part.queue_seconds) == ("ComfyUI", 2.5, 4.5)
