@@ -140,8 +140,14 @@ class PerformanceMonitoringMiddleware:
 
     def _served(self, scope: Scope) -> ServedRequest:
         mounted_at = str(scope.get("root_path", ""))
+        since_ns = (
+            time.perf_counter_ns() if scope["type"] == "http" else None
+        )  # nobody waits on an open websocket
         return ServedRequest(
-            request_id_of(scope, self._header), on_run=self._on_run, route=lambda: route_of(scope, mounted_at)
+            request_id_of(scope, self._header),
+            on_run=self._on_run,
+            route=lambda: route_of(scope, mounted_at),
+            waits_since_ns=since_ns,
         )
 
     async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -30,7 +30,8 @@ from sigmascope.analysis.run_figures import is_timed_on_device, known, step_seco
 from sigmascope.monitor.guard import Guard, log_quietly
 from sigmascope.monitor.live_line import LiveLine, StepListeners, StepProgress, running_text
 from sigmascope.monitor.publishing import publication
-from sigmascope.monitor.recorder import Recorder, Step, current_recorder
+from sigmascope.monitor.recorder import LiveStage, Recorder, Step, current_recorder, frames_here
+from sigmascope.monitor.scope import Clock
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.run import STAGES, CallFacts, Finding, HostFacts, PipelineFacts, Run, Stage
@@ -133,15 +134,7 @@ class Generation:
         self._stage.fact("call", self.metrics.call_facts(seen or CallFacts()))
         if self.facts is not None:
             self._stage.fact("pipeline", self.facts)
-        served = SERVED.get()
-        if served is not None:
-            self._stage.fact("request_id", served.request_id)
-            route = self._guard.read("route", served.route)
-            if route is not None:
-                self._stage.fact("route", route)
-            if self.recorder.clock is time.perf_counter_ns and not served.generations:
-                waited_ns = self._stage.started_ns - served.began_ns
-                self._stage.fact("seconds_before", {"queue": max(0, waited_ns) / 1e9})
+        self._guard.read("request", lambda: tell_request(self._stage, self.recorder.clock))
         own = self._own
         self.run = self._guard.read(
             "generation", lambda: self.recorder.run_of(self._stage) if own is None else own.run()
@@ -327,14 +320,15 @@ class ServedRequest:
         generations: The metrics of those that are over, the last ones: a websocket may be served for days.
         on_run: Called with the run of each that is over, but for those whose record is a caller's.
         route: Gives the template of the request's route, as soon as it is known.
-        began_ns: When it came, by `time.perf_counter_ns`. Its first generation has waited since.
+        waits_since_ns: When it came, by `time.perf_counter_ns`, until its first generation is over, which has waited since
+            then; None: nobody waits, or that is not known.
     """
 
     request_id: str
     generations: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_OF_REQUEST))
     on_run: Callable[[Run], object] | None = None
     route: Callable[[], str | None] = lambda: None
-    began_ns: int = field(default_factory=time.perf_counter_ns)
+    waits_since_ns: int | None = None
 
 
 SERVED: ContextVar[ServedRequest | None] = ContextVar("sigmascope_request", default=None)
@@ -345,6 +339,25 @@ def current_request_id() -> str | None:
     """The id of the request that this context serves; None outside of all requests."""
     served = SERVED.get()
     return None if served is None else served.request_id
+
+
+def tell_request(stage: LiveStage, clock: Clock) -> None:
+    """Put on a generation, which is over, for which request it was, by which route, and how long that waited for it.
+
+    The wait is that of the request's first generation, and only where the recorder has the clock of requests.
+    """
+    served = SERVED.get()
+    if served is None:
+        return
+    stage.fact("request_id", served.request_id)
+    if any(frame.scope.name == STAGE for frame in frames_here()):
+        return  # the one around it is told
+    route, since_ns = served.route(), served.waits_since_ns
+    if route is not None:
+        stage.fact("route", route)
+    if since_ns is not None and clock is time.perf_counter_ns:
+        served.waits_since_ns = None
+        stage.fact("seconds_before", {"queue": max(0, stage.started_ns - since_ns) / 1e9})
 
 
 # By monitor, the generation that this thread or task is in, or was in last. Replaced, never changed. A context lives

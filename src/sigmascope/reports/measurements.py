@@ -39,10 +39,12 @@ STAGE_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0,
 STEP_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of histograms, in seconds: a step of a small model on a good card takes 10 ms, of a video 30 s."""
 _COMFYUI, _LORA, _VERDICTS = "comfyui", "lora_application", "lora_verdicts"
-_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.+ -]{0,63}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,63}")
 """What a class, a stage or a model may be called in a label."""
 _ROUTE: Final = re.compile(r"/[A-Za-z0-9_./{}:*…-]{0,127}")
 _DEVICE: Final = re.compile(r"[a-z]{2,12}(?::[0-9]{1,3})?(?: \(rank [0-9]{1,4}\))?")
+_MOST_MODELS: Final = 100
+"""Names of models may come from clients; so may those of the other labels."""
 _MOST_MERGED: Final = 64
 """Ranks of a merged run that are read."""
 
@@ -246,6 +248,7 @@ class Labels:
     """The labels of all metrics of one export, and how many values each did not take."""
 
     def __init__(self) -> None:
+        self.model = Label(_NAME, _MOST_MODELS, ("unnamed",))
         self.pipeline = Label(_NAME, 50)
         self.stage = Label(_NAME, 100, (*STAGES, GENERATION))
         self.device = Label(_DEVICE, 64, (PROCESS,))

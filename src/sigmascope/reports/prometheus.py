@@ -35,8 +35,6 @@ MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
 """The environment variable of prometheus-client that names the folder of all processes' files."""
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
 """Clients may invent methods, and every label's value is kept for good."""
-_MOST_MODELS: Final = 100
-"""Names of models may come from clients too; those beyond these are counted together, as "other"."""
 _REQUEST_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
@@ -49,7 +47,7 @@ class Metrics:
 
     def __init__(self) -> None:
         try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
         except ImportError:
             raise ConfigError(
                 "Metrics need the package prometheus-client.",
@@ -62,6 +60,11 @@ class Metrics:
                 hint="Make it, empty, before the server starts.",
             )
         self.is_multiprocess = bool(folder)
+        if self.is_multiprocess and not getattr(values.ValueClass, "_multiprocess", False):
+            raise ConfigError(
+                f"{MULTIPROCESS} was set after prometheus_client was imported, which then counts for one process.",
+                hint="Set it before the server starts.",
+            )
         self.labels = Labels()
         self._lock = Lock()
         self._registry = CollectorRegistry()
@@ -82,7 +85,6 @@ class Metrics:
         )
         missed = "Generations that missed their target."
         self._missed = counter("generation_targets_missed", missed, ["model"])
-        self._models: set[str] = set()
 
         self._generations = counter(
             "generations", "Generations that ended.", ["pipeline", "outcome", "route"]
@@ -131,19 +133,11 @@ class Metrics:
             self._disconnected.inc()
         for generation in record.generations:
             seconds = generation.get("total_generation_time")
-            model = self._model(str(generation.get("model_name") or "unnamed"))
+            model = self.labels.model.of(model_label(str(generation.get("model_name") or "")) or "unnamed")
             if isinstance(seconds, float):
                 self._generation_seconds.labels(model).observe(seconds)
             if generation.get("target_met") is False:
                 self._missed.labels(model).inc()
-
-    def _model(self, name: str) -> str:
-        model = (model_label(name) or "unnamed")[:100]
-        with self._lock:
-            if model not in self._models and len(self._models) >= _MOST_MODELS:
-                return "other"
-            self._models.add(model)
-        return model
 
     def add_run(self, run: Run) -> None:
         """Count what a run holds."""

@@ -18,10 +18,10 @@ from starlette.testclient import TestClient
 
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
-from sigmascope.monitor.generation import SERVED, current_request_id
+from sigmascope.monitor.generation import SERVED, current_request_id, tell_request
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.monitor.publishing import PUBLISHER
-from sigmascope.monitor.recorder import stage, step
+from sigmascope.monitor.recorder import Recorder, stage, step
 from sigmascope.records.performance import RequestRecord
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -540,7 +540,7 @@ def test_a_private_record_quotes_neither_error_nor_path(path: str, route: object
 def test_models_that_clients_invent_share_a_label_from_some_number_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sigmascope.reports.prometheus._MOST_MODELS", 5)
+    monkeypatch.setattr("sigmascope.reports.measurements._MOST_MODELS", 5)
     monitor = PerformanceMonitor(sample_hz=None)
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
@@ -665,3 +665,32 @@ def test_a_middleware_that_is_gone_counts_no_more() -> None:
     del watched
     gc.collect()
     assert len(PUBLISHER._listeners) == before
+
+
+def test_nobody_waits_on_an_open_websocket() -> None:
+    monitor = PerformanceMonitor(sample_hz=None)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        with monitor.monitor_generation("pocket"):
+            pass
+
+    call(PerformanceMonitoringMiddleware(app), scope(kind="websocket"))
+    [run] = monitor.runs
+    assert "request_id" in run.stages[0].facts
+    assert "seconds_before" not in run.stages[0].facts
+
+
+def test_a_watched_call_is_told_its_route_and_its_wait_too() -> None:
+    recorder = Recorder()
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        scope["path_template"] = "/draw"
+        with recorder.stage("generation") as generation:
+            pass
+        tell_request(generation, recorder.clock)
+        await answer(send, b"x")
+
+    call(PerformanceMonitoringMiddleware(app))
+    facts = recorder.run().stages[0].facts
+    assert facts["route"] == "/draw"
+    assert facts["seconds_before"]["queue"] > 0

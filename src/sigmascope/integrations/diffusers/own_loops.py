@@ -57,6 +57,7 @@ from sigmascope.integrations.diffusers.watch_session import (
     WatchedParts,
     current_stack,
 )
+from sigmascope.monitor.generation import tell_request
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.hooks import After, Arguments, ByIdentity, Keywords
 from sigmascope.monitor.recorder import CURRENT, Frame, LiveStage, frames_here
@@ -710,6 +711,7 @@ class OwnLoopObserver(Observer):
         calls = self.session.observer(CallObserver)
         why_not = None if error is None else "the loop failed"
         seen = SeenInCall({}, steps=stack.steps, changes=stack.lora_changes)
+        read("watch.request", lambda: tell_request(stage, self.session.recorder.clock))
         self.session.recorder.settle()
         read(
             "watch.recipe",

@@ -48,6 +48,7 @@ from sigmascope.integrations.diffusers.watch_session import (
     leave_stacks,
     pipelines_in,
 )
+from sigmascope.monitor.generation import tell_request
 from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
 from sigmascope.monitor.publishing import publication
@@ -142,6 +143,8 @@ class CallObserver(Observer):
             seeds = seeds_of(arguments)
             if seeds:
                 stage.fact("seeds", seeds)
+            if call_around is None:
+                guard.read("watch.request", lambda: tell_request(stage, session.recorder.clock))
             session.recorder.settle()
             seen_in_call = seen_in(stack, arguments, facts or PipelineFacts("unknown"))
             self._tell_recipe(stage, pipeline, seen_in_call, states or [], why_not)
