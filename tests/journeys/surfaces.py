@@ -19,6 +19,7 @@ import sigmascope
 from sigmascope.cli.root import app
 from sigmascope.errors import SigmascopeError
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
+from sigmascope.records.merge import is_rank
 from sigmascope.records.run import Run
 
 WIDE: Final = {"COLUMNS": "400"}
@@ -182,6 +183,18 @@ def _metrics(kept: Kept, other: Kept, folder: Path) -> Seen:
     return Seen(kept.metrics, tuple(re.escape(f"sigmascope_{line}") for line in counted))
 
 
+def _metrics_file(kept: Kept, other: Kept, folder: Path) -> Seen:
+    """Each stage that is no process is counted once."""
+    _shown("show", kept.path, "--prometheus", folder / "runs.prom")
+    counted = re.findall(
+        r"^sigmascope_stage_seconds_count\{.*\} ([0-9.]+)$",
+        (folder / "runs.prom").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    stages = sum(not is_rank(stage) for stage in kept.run.walk())
+    return Seen(f"{sum(map(float, counted)):.0f} stages", (f"^{stages} stages$",))
+
+
 def _names_of_facts(run: Run) -> set[str]:
     return {name for stage in run.walk() for name in stage.facts}
 
@@ -197,4 +210,5 @@ SURFACES: Final = (
     Surface("compared with itself", _with_itself),
     Surface("compared with another", _with_another),
     Surface("Prometheus", _metrics),
+    Surface("Prometheus file", _metrics_file),
 )
