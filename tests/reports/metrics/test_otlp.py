@@ -1,9 +1,11 @@
 """OpenTelemetry: what its receivers get, by gRPC and HTTP, and what a receiver that misbehaves costs."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from tests.reports.metrics.receivers import Received, attributes, grpc_receiver,
 from tests.reports.metrics.runs import GIB, generation, hostile, stage
 
 from sigmascope.errors import ConfigError
+from sigmascope.records.performance import UTILIZATION, DeviceUtilization, Gauge
 from sigmascope.records.run import Run, Stage, Steps
+from sigmascope.records.serialization import to_plain
 from sigmascope.reports import otlp
 from sigmascope.reports.otlp import MOST_EVENTS, MOST_SPANS, OpenTelemetry
 
@@ -118,6 +122,26 @@ def test_metrics_have_seconds_bytes_and_the_names_of_the_conventions(
     assert {metric.unit for metric in got.metrics.values()} <= {"s", "By", "{generation}", "{lora}", "{item}"}
 
 
+def test_what_was_sampled_of_a_card_has_the_names_of_hardware(received: Callable[..., Received]) -> None:
+    seen = DeviceUtilization(
+        "cuda:0",
+        9,
+        Gauge(80.0, 100.0, 1.0),
+        temperature_celsius=Gauge(61.5, 70.0, 1.0),
+        power_watts=Gauge(310.0, 400.0, 1.0),
+    )
+    got = received(generation(facts={UTILIZATION: {"cuda:0": to_plain(seen)}}))
+    card = {"hw.id": "cuda:0", "hw.type": "gpu"}
+    for name, unit, told, figure in (
+        ("hw.gpu.utilization", "1", {**card, "hw.gpu.task": "general"}, 0.8),
+        ("hw.temperature", "Cel", card, 61.5),
+        ("hw.power", "W", card, 310.0),
+    ):
+        [(attributes_of_point, point)] = got.points(name)
+        assert (attributes_of_point, point.as_double) == (told, figure)
+        assert got.metrics[name].unit == unit
+
+
 def test_the_service_is_named_by_the_environment_and_each_process_by_an_id(
     received: Callable[..., Received],
 ) -> None:
@@ -140,10 +164,8 @@ def test_names_are_those_of_the_conventions() -> None:
         for value in vars(module).values()
         if isinstance(value, str)
     }
-    source = otlp.__spec__.loader.get_source(otlp.__name__)  # type: ignore[union-attr]
-    import re
-
-    named = set(re.findall(r'"((?:gen_ai|hw|http|error)\.[a-z_.]+)"', source or ""))
+    source = Path(otlp.__file__).read_text(encoding="utf-8")
+    named = set(re.findall(r'"((?:gen_ai|hw|http|error)\.[a-z_.]+)"', source))
     assert len(named) > 10
     assert named <= known
 
@@ -283,18 +305,17 @@ def test_a_receiver_that_answers_with_an_error_or_closes_costs_spans_that_are_co
     assert opened.dropped["spans"] == 3
 
 
-@pytest.mark.parametrize("receiver", [lambda: http_receiver(delay=30.0), lambda: grpc_receiver(delay=30.0)])
+@pytest.mark.parametrize(
+    ("receiver", "protocol"), [(http_receiver, "http/protobuf"), (grpc_receiver, "grpc")]
+)
 def test_a_receiver_that_takes_thirty_seconds_holds_nobody_up_and_its_queue_is_bounded(
-    monkeypatch: pytest.MonkeyPatch, receiver: Callable[[], Any]
+    monkeypatch: pytest.MonkeyPatch, receiver: Callable[..., Any], protocol: str
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "32")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "16")
-    with receiver() as (endpoint, _):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    with receiver(delay=30.0) as (endpoint, _):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-        monkeypatch.setenv(
-            "OTEL_EXPORTER_OTLP_PROTOCOL",
-            "grpc" if "grpc" in repr(receiver.__code__.co_names) else "http/protobuf",
-        )
         telemetry = OpenTelemetry()
         began = time.monotonic()
         for _ in range(100):
