@@ -30,7 +30,7 @@ from sigmascope.lora.kinds.fused import Weights
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
 from sigmascope.lora.linalg import same_matrix
 from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, parse_name
-from sigmascope.lora.reader import open_lora
+from sigmascope.lora.reader import lora_in
 from sigmascope.lora.verdict import (
     LoraVerdict,
     ModuleVerdict,
@@ -128,9 +128,7 @@ def _opened(lora: str | PathLike[str] | LoraFile) -> Iterator[tuple[LoraFile, tu
         yield lora, ()
         return
     with open_checkpoint(Path(lora)) as checkpoint:
-        keys = tuple(checkpoint.keys())
-    with open_lora(Path(lora)) as file:
-        yield file, keys
+        yield lora_in(checkpoint), tuple(checkpoint.keys())
 
 
 def _module_verdicts(

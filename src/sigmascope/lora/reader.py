@@ -102,7 +102,7 @@ def open_lora(
         NonFiniteError: On reading a module: a tensor holds NaN or Inf.
     """
     with open_checkpoint(path) as checkpoint:
-        yield _lazy_file(checkpoint, check_finite=check_finite, keep_float8=keep_float8)
+        yield lora_in(checkpoint, check_finite=check_finite, keep_float8=keep_float8)
 
 
 def load_lora(path: str | Path) -> LoraFile:
@@ -115,7 +115,8 @@ def load_lora(path: str | Path) -> LoraFile:
         return replace(lora, modules=dict(lora.modules), changes=dict(lora.changes), facts={})
 
 
-def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool) -> LoraFile:
+def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: bool = False) -> LoraFile:
+    """The LoRA in a file that is open already; see `open_lora`."""
     keys = checkpoint.keys()
     groups = group_keys(checkpoint.path, keys)
     lora_format = recognised(checkpoint.path, keys, groups)
@@ -438,7 +439,7 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
 
 def any_kind_in(checkpoint: Checkpoint, *, check_finite: bool = True) -> LoraFile:
     """The LoRA in an open file, as `open_lora` gives it; raises what that does."""
-    return _lazy_file(checkpoint, check_finite=check_finite, keep_float8=False)
+    return lora_in(checkpoint, check_finite=check_finite)
 
 
 _CONFIG_NAME: Final = "adapter_config.json"

@@ -322,7 +322,7 @@ class LoraObserver(Observer):
                 stack.end_loop()
         guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
-        with self.session.own_work(), one_look():
+        with self.session.own_work():
             seen = guard.read("watch.lora", lambda: self._seen_before(target, path))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
@@ -338,7 +338,7 @@ class LoraObserver(Observer):
                 stack.lora_changes.append(LoraChange(method, after_step))
             if path is not None:
                 stage.fact("file", short_path(path))
-            with self.session.own_work(), one_look(), keeping_words(guard.keeps_words):
+            with self.session.own_work(), keeping_words(guard.keeps_words):
                 if method.startswith("load_") and error is None:
                     asked = kwargs.get("adapter_name")
                     guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))

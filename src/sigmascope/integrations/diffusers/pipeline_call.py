@@ -55,7 +55,6 @@ from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.model_fingerprints import begin_combined_fingerprint, told
-from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import Reading
 from sigmascope.records.prompts import stored_prompts, texts_of_call
 from sigmascope.records.run import IDLE_LORAS, RECIPE, THUMBNAIL, CallFacts, PipelineFacts
@@ -197,11 +196,10 @@ class CallObserver(Observer):
         """
         read, arguments = self.guard.read, seen_in_call.arguments
         others = read("watch.recipe", lambda: other_arguments(arguments))
-        with one_look():
-            seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
-            loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
-            models = read("watch.recipe", lambda: models_of(pipeline, why_not, seen))
-            surroundings = read("watch.recipe", lambda: surroundings_of(pipeline, switches))
+        seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
+        loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
+        models = read("watch.recipe", lambda: models_of(pipeline, why_not, seen))
+        surroundings = read("watch.recipe", lambda: surroundings_of(pipeline, switches))
         given = read("watch.recipe", lambda: given_arguments(arguments)) or Given({}, {}, {})
         tensors = {
             name: begin_combined_fingerprint({str(place): tensor for place, tensor in enumerate(held)})

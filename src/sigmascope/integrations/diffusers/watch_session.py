@@ -11,7 +11,7 @@ one call of a pipeline, or to what happens outside of any.
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ from sigmascope.monitor.load import Load, OwnTime
 from sigmascope.monitor.output_hashes import Arrivals, HeldOutputs
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here, with_findings
 from sigmascope.probes.models import components_of, pipeline_facts, unwrap
+from sigmascope.probes.module_tree import one_look
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, PipelineFacts, Role, Run
 
@@ -106,12 +107,10 @@ class Session:
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Count the block's time as the watch's own, unless a stage is open here: then it is in the stage's time."""
+        """A look in which the time counts as the watch's own, unless a stage is open here: then it is in the stage's time."""
         stack = current_stack(self)
-        if stack is not None and stack.open:
-            yield
-            return
-        with self._own_time.taken(has_stages=self.has_stages):
+        is_in_stage = stack is not None and stack.open
+        with one_look(), nullcontext() if is_in_stage else self._own_time.taken(has_stages=self.has_stages):
             yield
 
     def close(self, error: BaseException | None) -> None:
