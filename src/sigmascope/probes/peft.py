@@ -273,7 +273,7 @@ def _by_adapter(layer: object, name: str) -> Any:
     """What holds something for each adapter; None if there is no such thing."""
     held = _held(layer, name)
     # These are asked first, since asking an abstract class takes long for thousands of layers.
-    is_plain = type(held) in (dict, nn.ModuleDict, nn.ParameterDict)
+    is_plain = type(held) in (dict, nn.ModuleDict, nn.ParameterDict, type(None))
     return held if is_plain or isinstance(held, Mapping | nn.ModuleDict | nn.ParameterDict) else None
 
 

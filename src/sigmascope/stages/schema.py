@@ -30,13 +30,14 @@ def as_dict(
         why: The reason for all that is None, or more reasons by name.
         known: Values that come before those of `facts`; a `Reading` has its reason with it.
     """
-    reasons = {**(_value(facts, "unavailable") or {}), **(why if isinstance(why, Mapping) else {})}
+    value_of = facts.get if isinstance(facts, Mapping) else lambda name: getattr(facts, name, None)
+    reasons = {**(value_of("unavailable") or {}), **(why if isinstance(why, Mapping) else {})}
     values: dict[str, Any] = {}
     for name in kind.__annotations__:
-        values[name] = value = known[name] if name in known else _value(facts, name)
+        values[name] = value = known[name] if name in known else value_of(name)
         if isinstance(value, Reading):
             values[name], reasons[name] = value.value, value.reason or reasons.get(name)
-    inner = [value for value in values.values() if isinstance(value, Mapping) and "unavailable" not in value]
+    inner = [value for value in values.values() if isinstance(value, dict) and "unavailable" not in value]
     values.pop("unavailable", None)
     gaps = [name for held in (values, *inner) for name, value in held.items() if value is None]
     for_all = why if isinstance(why, str) else None
@@ -45,10 +46,6 @@ def as_dict(
             name: reason for name in gaps if (reason := reasons.get(name) or for_all) is not None
         }
     return cast(_Dict, values)
-
-
-def _value(facts: object, name: str) -> Any:
-    return facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
 
 
 class ModelStateDict(TypedDict):
