@@ -411,6 +411,13 @@ def components_of(thing: object) -> Mapping[str, object]:
     return components if isinstance(components, Mapping) else {}
 
 
+def loadable_parts(pipeline: object) -> dict[str, nn.Module]:
+    """The components that a pipeline's own LoRA loader loads into, by name, as it says itself."""
+    names = getattr(pipeline, "_lora_loadable_modules", ())
+    components = components_of(pipeline)
+    return {name: part for name in names if isinstance(part := components.get(name), nn.Module)}
+
+
 def unwrap(thing: object, depth: int = 0) -> nn.Module | None:
     """Follow wrappers to the module that holds the weights."""
     if isinstance(thing, nn.Module):

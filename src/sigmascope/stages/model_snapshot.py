@@ -27,7 +27,14 @@ from sigmascope.probes.comfyui_patcher import (
 )
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.fingerprints import NO_SAMPLES, Fingerprint, Samples, begin_samples, fingerprints
-from sigmascope.probes.models import ATTENTION_LAYERS, children_of, own_buffers, own_parameters
+from sigmascope.probes.models import (
+    ATTENTION_LAYERS,
+    children_of,
+    components_of,
+    loadable_parts,
+    own_buffers,
+    own_parameters,
+)
 from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.peft import adapted_modules, read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
@@ -544,9 +551,9 @@ def parts_of(model: object, model_type: str) -> dict[str, object]:
             _numbered("text_encoder" if is_text(model_type) else "unet", i): m for i, m in enumerate(model)
         }
         return {f"{name}.": part for name, part in named.items() if _carries_weights(part)}
-    components = None if isinstance(model, nn.Module) else getattr(model, "components", None)
-    if isinstance(components, Mapping):
-        return _pipeline_parts(components, model_type)
+    components = components_of(model)
+    if components:
+        return _pipeline_parts(components, loadable_parts(model), model_type)
     return {"": model}
 
 
@@ -558,9 +565,14 @@ def _numbered(name: str, index: int) -> str:
     return name if index == 0 else f"{name}_{index + 1}"
 
 
-def _pipeline_parts(components: Mapping[str, object], model_type: str) -> dict[str, object]:
-    wanted = _TEXT_COMPONENTS if is_text(model_type) else _DENOISER_COMPONENTS
-    parts = {name: part for name, part in components.items() if wanted.match(name) and _carries_weights(part)}
+def _pipeline_parts(
+    components: Mapping[str, object], loadable: Collection[str], model_type: str
+) -> dict[str, object]:
+    names = [name for name in components if _TEXT_COMPONENTS.match(name)]
+    if not is_text(model_type):
+        texts = {*names}
+        names = [n for n in components if _DENOISER_COMPONENTS.match(n) or (n in loadable and n not in texts)]
+    parts = {name: components[name] for name in names if _carries_weights(components[name])}
     if len(parts) == 1:
         return {"": next(iter(parts.values()))}
     return {f"{name}.": part for name, part in parts.items()}

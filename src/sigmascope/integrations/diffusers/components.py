@@ -13,7 +13,7 @@ import inspect
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
@@ -49,7 +49,15 @@ from sigmascope.monitor.hooks import (
 from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.model_fingerprints import forget_fingerprints
-from sigmascope.probes.models import components_of, file_facts, key_facts, module_facts, unwrap
+from sigmascope.probes.models import (
+    components_of,
+    file_facts,
+    key_facts,
+    loadable_parts,
+    module_facts,
+    modules_in,
+    unwrap,
+)
 from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import keeping_words
 from sigmascope.records.latents import Direction
@@ -268,7 +276,8 @@ _MODEL_METHODS: Final = (
 """Those of single models, diffusers' and transformers'."""
 _INJECTS: Final = "inject_adapter"
 """What `get_peft_model` and `inject_adapter_in_model` end in, a method of PEFT's tuners."""
-_MAKES_ADAPTERS: Final = ("add_adapter", _INJECTS)
+_TAKES_ADAPTERS: Final = "add_adapter"
+_MAKES_ADAPTERS: Final = (_TAKES_ADAPTERS, _INJECTS)
 _MOST_BYTES_READ: Final = 2**30
 """Up to so much, the weights that a LoRA changes are read before and after; reading more would be felt."""
 
@@ -297,14 +306,13 @@ class LoraObserver(Observer):
                 self.hook_class(kind, method, functools.partial(self._before, method))
 
     def attach(self, parts: WatchedParts) -> None:
-        """Hear the same methods, and their own, of denoisers, text encoders and the VAE."""
-        models: list[tuple[object, Role]] = [(denoiser, "denoiser") for _, denoiser in denoisers_of(parts)]
-        others: tuple[Role, ...] = ("text_encoder", "vae")
-        models += [(model, role) for role in others for _, model in parts.of_role(role)]
-        for model, role in models:
-            self._models.put(unwrap(model) or model, role)
-            for method in (*_MODEL_METHODS, *LORA_METHODS):
-                self.hook_method(model, method, functools.partial(self._before, method))
+        """Hear the same methods, and their own, of every component that can take adapters."""
+        for name, part in parts.components.items():
+            component = parts.facts.components.get(name)
+            for model in () if component is None else _taking_adapters(part):
+                self._models.put(unwrap(model) or model, component.role)
+                for method in (*_MODEL_METHODS, *LORA_METHODS):
+                    self.hook_method(model, method, functools.partial(self._before, method))
 
     def _before_injection(self, _tuner: object, args: Arguments, kwargs: Keywords) -> After | None:
         model = args[0] if args else kwargs.get("model")
@@ -386,22 +394,34 @@ class LoraObserver(Observer):
         publication(self.session.recorder, stage)()
 
 
+def _taking_adapters(part: object) -> Iterator[object]:
+    """A component, or of one that only holds models, such as several ControlNets, these."""
+    module = unwrap(part)
+    if module is None or hasattr(type(module), _TAKES_ADAPTERS):
+        yield part
+        return
+    inner = [model for model in modules_in(module) if hasattr(type(model), _TAKES_ADAPTERS)]
+    yield from inner or [part]
+
+
 @dataclass(frozen=True, slots=True)
 class LoraModels:
-    """The denoiser (or several by name) and text encoders of a pipeline, or a denoiser alone."""
+    """The text encoders of a pipeline and its other models that take LoRAs, one or several by name; or a model alone."""
 
     denoiser: object
     encoders: Mapping[str, object] | None
 
     @classmethod
     def of(cls, target: object, session: Session) -> "LoraModels":
-        """Those of a pipeline, or a denoiser alone."""
+        """Those of a pipeline, or a model alone."""
         if isinstance(target, nn.Module):
             return cls(target, None)
         parts = session.parts_of(target)
-        denoisers: dict[str, object] = dict(denoisers_of(parts)) or dict(parts.components)
+        encoders = dict(parts.of_role("text_encoder"))
+        loadable = {name: part for name, part in loadable_parts(target).items() if name not in encoders}
+        denoisers: dict[str, object] = {**dict(denoisers_of(parts)), **loadable} or dict(parts.components)
         denoiser = next(iter(denoisers.values())) if len(denoisers) == 1 else denoisers
-        return cls(denoiser, dict(parts.of_role("text_encoder")) or None)
+        return cls(denoiser, encoders or None)
 
     def keys_to_read(self, path: str | None) -> Literal["lora", "none"]:
         """The weights to compare by content: those that the file changes, or none if that would take long."""

@@ -1,15 +1,20 @@
 """Adapters that a script makes in place of loading them: `add_adapter`, and PEFT's functions."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from math import sqrt
 from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.models.controlnets.multicontrolnet import MultiControlNetModel
 from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model, inject_adapter_in_model
 from tests.families import generate, make_pipeline
 from tests.integrations.diffusers.marks import left_behind
+from tests.integrations.diffusers.other_pipelines import controlnet
 from torch import nn
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import sigmascope
 
@@ -103,4 +108,52 @@ def test_a_vaes_adapter_is_a_stage() -> None:
         moved = not torch.equal(pipeline.vae.decode(latent).sample, before)
     analysis = run.stage("lora_application").facts["lora_application"]
     assert analysis["effective"] is moved is True
+    assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(norm_of(pipeline.vae), rel=1e-3)
+
+
+def _one_controlnet() -> tuple[Any, nn.Module, str]:
+    pipeline, _ = controlnet()
+    return pipeline, pipeline.controlnet, "to_q"
+
+
+def _several_controlnets() -> tuple[Any, nn.Module, str]:
+    pipeline, _ = controlnet()
+    pipeline.controlnet = MultiControlNetModel([pipeline.controlnet, deepcopy(pipeline.controlnet)])
+    return pipeline, pipeline.controlnet.nets[1], "to_q"
+
+
+def _image_encoder() -> tuple[Any, nn.Module, str]:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = CLIPVisionModelWithProjection(
+        CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=8, **sizes)
+    )
+    parts = make_pipeline("sd15").components
+    pipeline = StableDiffusionPipeline(**parts | {"image_encoder": encoder, "requires_safety_checker": False})
+    return pipeline, pipeline.image_encoder, "q_proj"
+
+
+@pytest.mark.parametrize("make", [_one_controlnet, _several_controlnets, _image_encoder])
+def test_any_components_adapter_is_a_stage(make: Callable[[], tuple[Any, Any, str]]) -> None:
+    pipeline, model, layer = make()
+    with sigmascope.watch(pipeline) as run:
+        model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=[layer]), "style")
+        model.disable_adapters()
+    stages = [stage for stage in run.record().walk() if stage.name == "lora_application"]
+    assert [stage.facts["method"] for stage in stages] == ["add_adapter", "disable_adapters"]
+    analyses = [stage.facts["lora_application"] for stage in stages]
+    assert [analysis["effective"] for analysis in analyses] == [True, True]
+    norms = [analysis["unet_weight_changes"]["delta_norm"] for analysis in analyses]
+    assert norms == pytest.approx([norm_of(model)] * 2, rel=1e-3)
+    assert left_behind() == []
+
+
+def test_a_pipelines_loader_may_load_into_more_than_denoisers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LTX 2's does into what connects the text encoder with the transformer."""
+    pipeline = make_pipeline("sd15")
+    monkeypatch.setattr(type(pipeline), "_lora_loadable_modules", ["unet", "text_encoder", "vae"])
+    pipeline.vae.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"]), "style")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.disable_lora()
+    analysis = run.stage("lora_application").facts["lora_application"]
+    assert analysis["effective"]
     assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(norm_of(pipeline.vae), rel=1e-3)
