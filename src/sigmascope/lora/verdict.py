@@ -253,6 +253,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing: other adapters are merged into {weights}, and PEFT runs only those.",
         "Unmerge them: unfuse_lora in diffusers, unmerge_adapter in PEFT.",
     ),
+    "lora_bypassed": VerdictRow(
+        "warning",
+        "The LoRA changes nothing: attentions run their joined projections in place of {weights}, without it.",
+        "Separate them: unfuse_qkv_projections in diffusers. To run both, fuse the LoRA before you join them.",
+    ),
     "lora_lost_in_rounding": VerdictRow(
         "warning",
         "The LoRA changes nothing: its merged change of {weights} is lost in rounding, below half a step of {dtype}.",

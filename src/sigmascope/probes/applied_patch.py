@@ -21,7 +21,7 @@ registered: known to the host, in no weight and no forward pass yet; merged: in 
 weight or beside it in each forward pass; inactive: there, but switched off or of strength 0; failed: it cannot be
 applied, as where its shape is not the weight's.
 """
-PatchCause = Literal["strength_zero", "disabled", "not_active", "others_merged"]
+PatchCause = Literal["strength_zero", "disabled", "not_active", "others_merged", "bypassed"]
 """Why a change is inactive."""
 
 

@@ -37,6 +37,14 @@ _MAGNITUDE: Final = "lora_magnitude_vector"
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
 _LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
 UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
+_BYPASSED: Final = "its attention runs joined projections instead: unfuse_qkv_projections separates them"
+_JOINED: Final = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_kv": ("to_k", "to_v"),
+    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+    "to_added_kv": ("add_k_proj", "add_v_proj"),
+}
+"""What diffusers' `fuse_qkv_projections` makes of an attention's layers, and of which: of their weights without adapters."""
 _STRENGTH_DIGITS: Final = 12
 """Significant ones: PEFT keeps strength · alpha / rank; dividing gives the strength back but for float64's last digits."""
 
@@ -66,13 +74,40 @@ def _patches(model: object) -> Iterator[AppliedPatch]:
     for name, module in _modules(model, "adapter layers", _places_of_layers):
         layers.setdefault(name, []).insert(0, module)  # the innermost acts first
     counts: dict[str, int] = {}
+    bypassed = bypassed_layers(model) if layers else ()
     for name, around in layers.items():
+        is_bypassed = id(around[-1]) in bypassed
         for layer in around:
-            yield from _of_layer(name, layer, counts)
+            yield from _of_layer(name, layer, replace(adapter_states(layer), bypassed=is_bypassed), counts)
 
 
-def _of_layer(name: str, layer: nn.Module, counts: dict[str, int]) -> Iterator[AppliedPatch]:
-    states = adapter_states(layer)
+def bypassed_layers(model: object) -> frozenset[int]:
+    """By `id` the layers that a forward pass leaves out, since their attention has joined their weights into another."""
+    trees = (tree_of(root) for _, root in _roots(model))
+    attentions = (
+        own["_modules"]
+        for tree in trees
+        for module, own in zip(tree.modules, tree.own, strict=True)
+        if own.get("fused_projections") is True and _runs_joined(module, own.get("processor"))
+    )
+    return frozenset(
+        id(layers[name])
+        for layers in attentions
+        for joined, names in _JOINED.items()
+        if layers.get(joined) is not None
+        for name in names
+        if layers.get(name) is not None
+    )
+
+
+def _runs_joined(attention: nn.Module, processor: object) -> bool:
+    """Whether its joined layers are in use: diffusers' older attentions keep them once they are separated again."""
+    return hasattr(type(attention), "unfuse_projections") or type(processor).__name__.startswith("Fused")
+
+
+def _of_layer(
+    name: str, layer: nn.Module, states: "AdapterStates", counts: dict[str, int]
+) -> Iterator[AppliedPatch]:
     for adapter in sorted(adapters_of(layer), key=states.order):
         for patch in _of_adapter(name, layer, adapter, states, counts):
             index = counts.get(patch.key, 0)
@@ -88,11 +123,13 @@ class AdapterStates:
         active: Those that were set active, in the order in which they run; the layer need not have them all.
         merged: Those that are in the weight, in the order in which they were merged.
         disabled: Whether adapters are switched off.
+        bypassed: Whether the layer is not run; see `bypassed_layers`.
     """
 
     active: tuple[str, ...]
     merged: tuple[str, ...]
     disabled: bool
+    bypassed: bool = False
 
     def order(self, adapter: str) -> tuple[int, int]:
         """Sorting key: merged ones first, then active ones, then the others."""
@@ -110,6 +147,8 @@ class AdapterStates:
             if self.disabled:
                 return Standing("merged", UNMERGED_NEXT)
             return Standing("merged", "PEFT lists it among the merged adapters")
+        if self.bypassed:
+            return Standing("inactive", _BYPASSED, "bypassed")
         if self.disabled:
             return Standing("inactive", "adapters are switched off", "disabled")
         if adapter not in self.active:

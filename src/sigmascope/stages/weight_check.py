@@ -169,7 +169,8 @@ class _Layer:
         """The numbers of the comparison, where the weight is."""
         kept = self.looks.held.kept.get(self.key)
         acting = sort_patches(self.now).acting
-        waiting = next((patch for patch in acting if patch.state == "registered"), None)
+        unused = (p for p in self.now if p.cause == "bypassed" or (p in acting and p.state == "registered"))
+        waiting = next(unused, None)
         if waiting is not None:
             return Reading(None, waiting.state_reason)
         if kept is not None and not kept.is_own:

@@ -265,6 +265,7 @@ _WRITES: Final = ("fuse_lora", "unfuse_lora")
 """Of these, what PEFT does through `weight.data`."""
 _MODEL_METHODS: Final = (
     "load_lora_adapter",
+    "load_attn_procs",
     "unload_lora",
     "add_adapter",
     "load_adapter",

@@ -26,7 +26,7 @@ from sigmascope.probes.model_fingerprints import (
 )
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.module_tree import tree_of
-from sigmascope.probes.peft import adapter_states, adapters_of, held_by, number_for
+from sigmascope.probes.peft import adapter_states, adapters_of, bypassed_layers, held_by, number_for
 from sigmascope.probes.reading import Reading, attempt
 
 _ATTACHING: Final = "sigmascope.lora.apply"
@@ -187,14 +187,16 @@ def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
         "layers of adapters",
         lambda: [place for place, own in enumerate(tree.own) if "merged_adapters" in own],
     )
-    standing = [tree.own[place].get(name) for place in layers for name in _STANDING]
+    bypassed = bypassed_layers(module)
+    standing = [bypassed, *(tree.own[place].get(name) for place in layers for name in _STANDING)]
     kept: list[Any] = tree.derive("adapters", list)
     tells = all(tree.own[place].keys() >= _WHICH_ACT for place in layers)
     is_same = attempt(lambda: bool(kept) and tells and kept[0] == standing)
     if not is_same.value:
         adapters: dict[str, dict[str, Any]] = {}
         for place in layers:
-            _add_lora_layer(adapters, tree.modules[place])
+            layer = tree.modules[place]
+            _add_lora_layer(adapters, layer, is_run=id(layer) not in bypassed)
         kept[:] = [*map(_copied, standing)], adapters
     facts: Mapping[str, dict[str, Any]] = kept[1]
     return facts
@@ -205,7 +207,7 @@ def _copied(held: object) -> object:
     return dict(held) if isinstance(held, dict) else list(held) if isinstance(held, list) else held
 
 
-def _add_lora_layer(adapters: dict[str, dict[str, Any]], layer: nn.Module) -> None:
+def _add_lora_layer(adapters: dict[str, dict[str, Any]], layer: nn.Module, *, is_run: bool) -> None:
     standing = adapter_states(layer)
     for adapter in adapters_of(layer):
         scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
@@ -216,7 +218,8 @@ def _add_lora_layer(adapters: dict[str, dict[str, Any]], layer: nn.Module) -> No
             least, most = lora["strength"] or (strength, strength)
             lora["strength"] = (min(least, strength), max(most, strength))
         lora["layers"] += 1
-        runs = adapter in standing.active and not standing.disabled and not standing.merged and scale != 0.0
+        is_on = is_run and adapter in standing.active and not standing.disabled
+        runs = is_on and not standing.merged and scale != 0.0
         lora["active"] += runs or adapter in standing.merged
 
 
