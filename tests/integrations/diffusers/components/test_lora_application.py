@@ -1,3 +1,4 @@
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,23 @@ def test_a_loader_that_fails_fails_as_without_a_watch(pipeline: Any, tmp_path: P
     with sigmascope.watch(pipeline) as run, pytest.raises(OSError, match="Unable to load"):
         pipeline.load_lora_weights(str(path))
     assert run.stage("lora_application").error is not None
+
+
+@pytest.mark.parametrize("method", ["load_lora_weights", "load_attn_procs"])
+def test_names_of_attention_processors_are_told_to_load_nothing(method: str, tmp_path: Path) -> None:
+    """As diffusers saved LoRAs before it used PEFT; `load_attn_procs` raises, and takes other files today."""
+    pipeline = make_pipeline("sd15")
+    state = lora_state(pipeline, ["unet"], only="attn1.to_q")
+    old = {
+        key.removeprefix("unet.")
+        .replace("to_q.lora_A", "processor.to_q_lora.down")
+        .replace("to_q.lora_B", "processor.to_q_lora.up"): tensor
+        for key, tensor in state.items()
+    }
+    file = write(old, tmp_path / "old.safetensors")
+    target = pipeline if method == "load_lora_weights" else pipeline.unet
+    with sigmascope.watch(pipeline) as run, suppress(ValueError):
+        getattr(target, method)(str(tmp_path), weight_name=file.name)
+    analysis = run.stage("lora_application").facts["lora_application"]
+    assert not analysis["effective"]
+    assert {"lora_not_loaded", "lora_prefix"} <= {finding["id"] for finding in analysis["findings"]}
