@@ -7,7 +7,7 @@ What all stages share comes first, then LoRA application, text encoding, and lat
 each part the pieces stand above the baseline and the analysis that are made of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar, cast
 from uuid import UUID
 
@@ -30,7 +30,9 @@ def as_dict(
         why: The reason for all that is None, or more reasons by name.
         known: Values that come before those of `facts`; a `Reading` has its reason with it.
     """
-    value_of = facts.get if isinstance(facts, Mapping) else lambda name: getattr(facts, name, None)
+    value_of: Callable[[str], Any] = (
+        facts.get if isinstance(facts, Mapping) else lambda name: getattr(facts, name, None)
+    )
     reasons = {**(value_of("unavailable") or {}), **(why if isinstance(why, Mapping) else {})}
     values: dict[str, Any] = {}
     for name in kind.__annotations__:

@@ -308,12 +308,14 @@ class LoraObserver(Observer):
 
     def attach(self, parts: WatchedParts) -> None:
         """Hear the same methods, and their own, of every component that can take adapters."""
-        for name, part in parts.components.items():
-            component = parts.facts.components.get(name)
-            for model in () if component is None else _taking_adapters(part):
-                self._models.put(unwrap(model) or model, component.role)
-                for method in (*_MODEL_METHODS, *LORA_METHODS):
-                    self.hook_method(model, method, functools.partial(self._before, method))
+        roles = {name: component.role for name, component in parts.facts.components.items()}
+        models = [
+            (model, roles[name]) for name in roles for model in _taking_adapters(parts.components[name])
+        ]
+        for model, role in models:
+            self._models.put(unwrap(model) or model, role)
+            for method in (*_MODEL_METHODS, *LORA_METHODS):
+                self.hook_method(model, method, functools.partial(self._before, method))
 
     def _before_injection(self, _tuner: object, args: Arguments, kwargs: Keywords) -> After | None:
         model = args[0] if args else kwargs.get("model")
@@ -401,7 +403,7 @@ def _taking_adapters(part: object) -> Iterator[object]:
     if module is None or hasattr(type(module), _TAKES_ADAPTERS):
         yield part
         return
-    inner = [model for model in modules_in(module) if hasattr(type(model), _TAKES_ADAPTERS)]
+    inner: list[object] = [model for model in modules_in(module) if hasattr(type(model), _TAKES_ADAPTERS)]
     yield from inner or [part]
 
 
