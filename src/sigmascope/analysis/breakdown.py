@@ -362,16 +362,17 @@ def headline(run: Run, *, with_whole_error: bool = True) -> str:
 
 
 def _told_first(run: Run) -> list[str]:
-    """The finding on the run as a whole that leads; beside a wait for a processor another one too.
+    """The finding on the run as a whole that leads; beside a wait for a processor another one too, and memory that grows always.
 
-    No wait makes memory grow, or first steps alone recur. Where these compile, they come before the wait: compilers take
+    No wait makes first steps alone recur, and no slowness memory grow. Where first steps compile, they come before the wait: compilers take
     processors themselves.
     """
     found: dict[str, Finding] = {}
     for finding in run_findings(run):
         found.setdefault(finding.id, finding)
     told = [found[name] for name in _TOLD_FIRST if name in found]
-    told = told[: 2 if told and told[0].id == _TOLD_FIRST[0] else 1]
+    told, others = (told[:2], told[2:]) if told and told[0].id == _TOLD_FIRST[0] else (told[:1], told[1:])
+    told += [finding for finding in others if finding.id == "memory_leak"]
     told.sort(key=lambda finding: finding.evidence.get("compiled") is not True)
     return [finding.message for finding in told]
 

@@ -116,10 +116,16 @@ def bench(request: BenchRequest) -> None:
     subject, load_seconds = _load(request)
     # The tables show for all generations what a monitor would log for each.
     logging.getLogger("sigmascope.monitor").addHandler(logging.NullHandler())
-    with progress_bar("Measuring") as progress:
-        results = run_benchmark(
-            subject, cases, bench_options, output=output, load_seconds=load_seconds, progress=progress
-        )
+    try:
+        with progress_bar("Measuring") as progress:
+            results = run_benchmark(
+                subject, cases, bench_options, output=output, load_seconds=load_seconds, progress=progress
+            )
+    except KeyboardInterrupt:
+        saved = len(list(output.glob("*.json")))
+        if saved:
+            say(f"Stopped. {units.counted(saved, 'run')} so far: {output}", err=True)
+        raise
     if not request.no_keep:
         keep_all([run for result in results for run in result.runs], "bench", _tell)
     if request.as_json:

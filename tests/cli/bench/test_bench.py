@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.families import make_pipeline
@@ -8,6 +9,7 @@ from typer.testing import CliRunner, Result
 from sigmascope.cli.root import app
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
 from sigmascope.history.store import open_store
+from sigmascope.lbm.pocket.demo import PocketSubject
 from sigmascope.records.serialization import load_run
 
 
@@ -123,3 +125,19 @@ def test_where_nothing_could_be_measured_no_folder_stays(tmp_path: Path) -> None
     done = bench("pocket", "--output", tmp_path / "new" / "runs", "--resolution", 99999999999, "--repeat", 1)
     assert done.exit_code == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_says_where_the_runs_so_far_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, made = PocketSubject.generate, []
+
+    def interrupted(*arguments: Any) -> Any:
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(1)
+        return generate(*arguments)
+
+    monkeypatch.setattr(PocketSubject, "generate", interrupted)
+    stopped = quick("pocket", tmp_path / "runs", "--warmup", 1)
+    assert stopped.exit_code == 130
+    assert f"Stopped. 1 run so far: {tmp_path / 'runs'}" in stopped.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 1
