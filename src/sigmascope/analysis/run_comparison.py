@@ -262,7 +262,8 @@ def compare_run_sets(
 def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -> FigureComparison:
     is_step = baseline.name.endswith(" step")
     least_seconds = 0.0 if is_step else _LEAST_SECONDS_OF_FEW
-    waited = (median(baseline.waited), median(new.waited)) if baseline.waited and new.waited else None
+    before, now = (median(side.waited) if side.waited else None for side in (baseline, new))
+    waited = None if before is None or now is None else (before, now)
     ours, theirs, unavailable = new.values, baseline.values, {}
     differs = not is_noise(ours, theirs, new.unit, limits=limits, least_seconds=least_seconds)
     if waited is not None:
@@ -274,6 +275,9 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
             )
             if new.own and baseline.own:
                 ours, theirs = new.own, baseline.own
+    elif differs and max(before or 0.0, now or 0.0) > MUCH_WAITED:  # the other side's record does not say
+        side = baseline if now is None else new
+        unavailable["wall"] = waited_in_words((before, now), is_by_others=side.is_by_others)
     compared = compare_values(
         baseline.name, baseline.unit, ours, theirs, seed=seed, limits=limits, least_seconds=least_seconds
     )
@@ -307,12 +311,19 @@ def _explained_by_waiting(new: Figure, baseline: Figure) -> bool:
     return difference != 0 and (waits[1] - waits[0]) / difference >= _MUCH_EXPLAINED
 
 
-def waited_in_words(waited: tuple[float, float], *, is_by_others: bool) -> str:
-    """Such as "the run waited for a processor for 62 % of its time (before: 3 %)"."""
-    before, now = (f"{100 * share:.0f} %" for share in waited)
+def waited_in_words(waited: tuple[float | None, float | None], *, is_by_others: bool) -> str:
+    """Such as "the run waited for a processor for 62 % of its time (before: 3 %)".
+
+    Args:
+        waited: Shares, the baseline's first; None: not recorded.
+        is_by_others: Whether they are what other programs used.
+    """
+    before, now = ("not recorded" if share is None else f"{100 * share:.0f} %" for share in waited)
+    when, other = (" before", f"now: {now}") if waited[1] is None else ("", f"before: {before}")
+    known = before if waited[1] is None else now
     if is_by_others:
-        return f"other programs used {now} of the processor (before: {before})"
-    return f"the run waited for a processor for {now} of its time (before: {before})"
+        return f"other programs used {known} of the processor{when} ({other})"
+    return f"the run{when} waited for a processor for {known} of its time ({other})"
 
 
 def compare_values(

@@ -179,6 +179,30 @@ def test_a_busy_machine_is_not_blamed_on_the_run() -> None:
     }
 
 
+def test_what_waited_is_not_comparable_even_where_the_clock_shows_no_change() -> None:
+    """A wait of more than a quarter comes first, not behind that nothing differs."""
+    before, now = beside_others(2.0, 3.9, 0.1), beside_others(2.05, 3.9, 0.8, others_cpu_share=0.9)
+    assert what_changed([now], [before]).headline == (
+        "The times are not comparable: the run waited for a processor for 39 % of its time (before: 5 %); other programs "
+        "ran. By the clock they are as before, but a small change could not be seen."
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_before", "words"),
+    [
+        (True, "the run before waited for a processor for 90 % of its time (now: not recorded)"),
+        (False, "the run waited for a processor for 90 % of its time (before: not recorded)"),
+    ],
+)
+def test_a_record_without_waits_beside_one_that_waited_is_not_comparable(is_before: bool, words: str) -> None:
+    waited, old = beside_others(27.0, 3.0, 24.3), run([0.75] * 4, other=0.0)
+    sides = ([old], [waited]) if is_before else ([waited], [old])
+    assert what_changed(*sides).headline.startswith(f"The times are not comparable: {words}.")
+    calm = beside_others(27.0, 26.0, 0.5)
+    assert " × as " in what_changed([old] if is_before else [calm], [calm] if is_before else [old]).headline
+
+
 def test_more_work_beside_other_programs_is_still_seen_in_the_processor_time() -> None:
     before, now = beside_others(2.0, 3.9, 0.1), beside_others(6.0, 7.8, 2.5, others_cpu_share=0.9)
     assert what_changed([now], [before]).headline.endswith(
