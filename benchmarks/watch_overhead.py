@@ -9,7 +9,7 @@ programs. Nothing is subtracted but the bare step. Beside it stands what no watc
 time for a module with one hook that does nothing. `step_memory=False` leaves out the process's resident bytes at the end
 of each step.
 
-Beside them stand loops of one's own, which call the same denoiser for a timestep after another: under `watch()`, as
+Beside them stand loops of one's own, which call the same denoiser for a timestep after another, the first left out: under `watch()`, as
 `sigmascope watch script.py` has it, and under `watch(unet, vae)`, where nobody hears the scheduler.
 
 Last what `stacks=True` costs where it looks, and where a thread of ours takes the most from the host's: a loop of Python
