@@ -371,7 +371,7 @@ def _told(
             target, seen = args[0], args[1:]
             if is_inherited:  # a base's method may have been replaced meanwhile, as `torch.fx` does
                 try:
-                    act = getattr(super(kind_of(), target), name)  # type: ignore[arg-type]
+                    act = getattr(super(kind_of(), target), name)
                     given = seen
                 except TypeError:  # another class's object, to which the function was given by hand
                     act = original

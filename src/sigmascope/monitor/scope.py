@@ -159,10 +159,11 @@ class Scope:
         cpu_ns = process_time_ns() - self._step_cpu_ns
         self.in_step = False
         instruments, timings = self.instruments, self.columns.timings
+        end, device = None, None
         if start is not None:
             end, device = instruments.mark(start.device), start.device
-        else:
-            end, device = None, None if timings is None else instruments.device_in_use()
+        elif timings is not None:
+            device = instruments.device_in_use()
         rss = instruments.rss() if instruments.step_memory else UNKNOWN
         with peaks.LOCK:
             allocated = instruments.tracker.step(rss, ended_ns, device)

@@ -128,7 +128,8 @@ def test_where_nothing_could_be_measured_no_folder_stays(tmp_path: Path) -> None
 
 
 def test_ctrl_c_says_where_the_runs_so_far_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate, made = PocketSubject.generate, []
+    generate = PocketSubject.generate
+    made: list[int] = []
 
     def interrupted(*arguments: Any) -> Any:
         if len(made) == 2:

@@ -61,7 +61,7 @@ def test_a_forked_child_reads_its_own() -> None:
 
 @linux
 def test_once_others_have_closed_the_file_psutil_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "_statm", statm := memory_module._OpenFile("/proc/self/statm"))
+    monkeypatch.setattr(memory_module, "_statm", statm := memory_module.OpenFile("/proc/self/statm"))
     known_rss()
     assert statm.number is not None
     os.close(statm.number)
@@ -74,7 +74,7 @@ def test_once_others_have_closed_the_file_psutil_is_asked(monkeypatch: pytest.Mo
 def test_a_number_that_became_another_file_is_noticed_and_not_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_module, "_statm", statm := memory_module._OpenFile("/proc/self/statm"))
+    monkeypatch.setattr(memory_module, "_statm", statm := memory_module.OpenFile("/proc/self/statm"))
     known_rss()
     number = statm.number
     assert number is not None

@@ -191,7 +191,7 @@ def number_of(timestep: object) -> float | None:
     try:
         if timestep.numel() > _FEW:
             timestep = timestep[(0,) * timestep.dim()]
-        number = timestep.tolist()  # a quarter of the time that indexing takes
+        number: Any = timestep.tolist()  # a quarter of the time that indexing takes
         while isinstance(number, list):
             number = number[0]
         return float(number)
