@@ -113,7 +113,7 @@ _ENDS = re.compile(
 )
 """Functions whose whole work is to take something off, which nobody could do in their place."""
 _BARRIERS = re.compile(
-    r"Guard\..*|describe|log_quietly|attempt|call_with_listeners|_call_after"
+    r"Guard\..*|describe|log_quietly|attempt|_call_after"
     r"|HookSet.failed|HookSet._keep_or_undo|HookSet.keep_undo|GenerationSteps.finish"
     r"|Recorder.(stage|step|open_stage|new_scope|current_scope)|Watch.__init__|stage_name|JobLine._work"
     r"|Instruments\..*|Finder.wait|when_loaded|Job.change|WatchedProcess.(start|_begin)|Checkpoint.__enter__"
