@@ -188,7 +188,7 @@ def serving(
         process = subprocess.Popen(words, stdout=log, stderr=log, cwd=base, env={**os.environ, **told})
         server = Server(port, base, records, process.pid)
         try:
-            for _ in range(1200):
+            for _ in range(3000):
                 assert process.poll() is None, Path(log.name).read_text()[-2000:]
                 try:
                     server.ask("/system_stats")

@@ -142,14 +142,15 @@ class Instrument:
 
     def node_here(self) -> NodeWatch | None:
         """The node that runs in this context; where ComfyUI does not say, the one that started last."""
-        prompt, node_id = self._here()
+        prompt, node_id = self.here()
         return None if prompt is None else prompt.node(node_id)
 
     def prompt_here(self) -> PromptRecording | None:
         """The prompt that runs in this context; where ComfyUI does not say, the one that began last."""
-        return self._here()[0]
+        return self.here()[0]
 
-    def _here(self) -> tuple[PromptRecording | None, str | None]:
+    def here(self) -> tuple[PromptRecording | None, str | None]:
+        """The prompt and the id of the node that run in this context; where ComfyUI does not say, the last prompt and None."""
         utils = sys.modules.get("comfy_execution.utils")
         context = None if utils is None else utils.get_executing_context()
         if context is None:

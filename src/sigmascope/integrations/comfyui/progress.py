@@ -49,7 +49,8 @@ class Progress(Instrument):
         return super().fault()
 
     def _moves(self, call: Call) -> None:
-        prompt, node = self.prompt_here(), self.node_here()
+        prompt, node_id = self.here()
+        node = None if prompt is None else prompt.node(node_id)
         if prompt is not None and node is not None:
             bar, total = call.arguments[0], call.get("total")
             maximum = bar.total if total is None else total

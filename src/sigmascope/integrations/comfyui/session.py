@@ -151,7 +151,7 @@ class Session:
         self._running.clear()
 
     def end(self, prompt_id: str, messages: Iterable[Any], error: BaseException | None) -> None:
-        """A prompt is over. Its record is made by `finish`; where an error left ComfyUI, nobody waits, and it is made now.
+        """A prompt is over. Its record is made by `finish`: now, if it ran within another, or if an error left ComfyUI.
 
         Args:
             prompt_id: ComfyUI's.
@@ -168,7 +168,7 @@ class Session:
                 prompt.facts["stopped_by"] = {"node": values.get("node_id"), "how": name}
         prompt.end(error)
         self._over.append((prompt, threading.get_ident()))
-        if error is not None:
+        if error is not None or self._running:
             self.finish()
 
     def finish(self) -> None:

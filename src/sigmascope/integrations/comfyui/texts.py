@@ -37,13 +37,16 @@ def is_choice(class_type: str, name: str, value: str) -> bool:
     known = _inputs(class_type).get(name)
     if known is None or not known.choices:
         return False
-    return value in known.choices or value in _inputs(class_type, anew=True)[name].choices
+    return value in known.choices or value in _inputs(class_type, anew=True).get(name, known).choices
 
 
 def _inputs(class_type: str, *, anew: bool = False) -> Mapping[str, _Input]:
-    kind = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {}).get(class_type)
-    if kind is None:
-        return {}
+    return attempt(lambda: _known(class_type, anew=anew)).value or {}
+
+
+def _known(class_type: str, *, anew: bool) -> Mapping[str, _Input]:
+    """The inputs of a class. Raises whatever a class of another pack raises."""
+    kind = sys.modules["nodes"].NODE_CLASS_MAPPINGS[class_type]
     if anew or kind not in _KNOWN:
         _KNOWN[kind] = attempt(lambda: dict(_read(kind.INPUT_TYPES()))).value or _KNOWN.get(kind, {})
     return _KNOWN[kind]
