@@ -60,11 +60,11 @@ def test_a_loop_that_expands_again_and_again_is_a_record(watch: Watch, host: Hos
 
     host.nodes["Loop"] = Node(("LATENT",), loop)
     watched = watch()
-    run = watched.run({"1": {"class_type": "Loop", "inputs": {"x": 1, "turns": 600}}})
+    run = watched.run({"1": {"class_type": "Loop", "inputs": {"x": 1, "turns": 450}}})
     assert watched.off() == {}
-    assert len(nodes(run)) == 601
-    deepest = nodes(run)["1" + ".0.0.a" * 600]
-    assert deepest.facts["node"]["parent"] == "1" + ".0.0.a" * 599
+    assert len(nodes(run)) == 451
+    deepest = nodes(run)["1" + ".0.0.a" * 450]
+    assert deepest.facts["node"]["parent"] == "1" + ".0.0.a" * 449
     (saved,) = tmp_path.glob("sigmascope-prompt-*.json")
     assert load_run(saved).id == run.id
     assert "Loop" in line_of(run)

@@ -29,7 +29,7 @@ LORA: Final = "lora"
 VERDICTS: Final = "lora_verdicts"
 """The fact of a node's stage: whether the LoRA did anything, and why not."""
 _UNNAMED: Final = "(unnamed)"
-_DEEPEST: Final = 5
+_DEEPEST: Final = 8
 """Levels of lists and dicts in which a node is given the names of LoRAs."""
 _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at all"
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
