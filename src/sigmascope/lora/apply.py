@@ -525,6 +525,7 @@ class PlacedFactors:
     def replaced(self, name: str, change: LoraFactors | WeightChange | None, place: Place) -> "PlacedFactors":
         """Other factors, filled up with zeros to this rank; of none, zeros alone."""
         up, down = self._up.flatten(1), self._down.flatten(1)
+        assert isinstance(place.layer, Layer)  # as `_placed` sees to
         if change is None:
             filled = LoraFactors(torch.zeros_like(up), torch.zeros_like(down), 1.0, place.shape)
         else:

@@ -52,10 +52,10 @@ def _changes_of(module: nn.Module) -> dict[str, dict[int, Callable[[Tensor], Ten
 
 
 def _give_class(module: nn.Module, changes: dict[str, dict[int, Callable[[Tensor], Tensor]]]) -> None:
-    unchanged = getattr(type(module), _CLASS, type(module))
+    unchanged: type[nn.Module] = getattr(type(module), _CLASS, type(module))
     if changes:
         vars(module)[_CHANGES] = changes
-        module.__class__ = _reading(unchanged, frozenset(changes))
+        module.__class__ = _reading(unchanged, frozenset(changes))  # type: ignore[arg-type] # mypy: a class is hashable
     else:
         vars(module).pop(_CHANGES, None)
         module.__class__ = unchanged

@@ -235,7 +235,7 @@ def _trained(model: nn.Module, lora: LoraFile) -> Iterator[tuple[dict[str, "Trai
         stack.enter_context(frozen(model))
         for target in targets:
             name = names[id(target.factors.up)]
-            trained = factors[name] = TrainedFactors(target.factors, target.layers[0])
+            trained = factors[name] = TrainedFactors(target.factors, target.layer)
             for layer in target.layers:
                 branch = LoraBranch(target.name, trained, strength)
                 stack.callback(layer.register_forward_hook(branch, with_kwargs=True).remove)

@@ -127,6 +127,13 @@ class LoraTarget:
         return self.change
 
     @property
+    def layer(self) -> Layer:
+        """The first of the layers, of a change of plain factors."""
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)  # `_takes` refuses others
+        return layer
+
+    @property
     def name(self) -> str:
         """The first of the names."""
         return self.names[0]

@@ -410,8 +410,8 @@ def _factors_by_layer(model: LbmModel, lora: LoraFile) -> dict[str, LoraFactors]
     }
     factors = {}
     for target in match_modules(model, lora).targets:
-        shape = tuple(target.layers[0].weight.shape)
-        factors[paths[id(target.layers[0])]] = replace(target.factors, weight_shape=shape)
+        shape = tuple(target.layer.weight.shape)
+        factors[paths[id(target.layer)]] = replace(target.factors, weight_shape=shape)
     outside = [name for name in factors if not name.startswith(DENOISER)]
     if outside:
         raise ModelMismatchError(
