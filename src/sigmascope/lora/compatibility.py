@@ -288,8 +288,7 @@ class MismatchReasons:
         return None
 
     def _of_variant(self, parsed: ModuleName) -> Mismatch | None:
-        path = parsed.dotted("denoiser")
-        if path is None or not is_layer_of(self._model_family, path):
+        if not is_layer_of(self._model_family, parsed.dotted("denoiser") or parsed.path):
             return None
         return Mismatch(
             "layer_missing", f"some {title_of(self._model_family)} models have this layer, not this one"

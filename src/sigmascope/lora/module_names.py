@@ -34,6 +34,7 @@ from sigmascope.lora.families import (
     family_misfit,
     family_named,
     is_layer_of,
+    known_names,
     likeliest,
     row_of_diffusers,
     row_of_original,
@@ -217,9 +218,9 @@ def _without_wrapper(path: str, between: str, is_layer: Callable[[str], bool]) -
 
 
 def _is_known(path: str) -> bool:
-    """Whether it is a layer in a block of a known family. Layers outside of blocks have names that any model may use."""
+    """Whether it is a layer in a block of a known family or a variant. Layers outside of blocks have names that any model may use."""
     return _NUMBERED.search(path) is not None and (
-        bool(families_with([path])) or to_sgm(path) is not None or to_diffusers(path) is not None
+        bool(known_names([path])) or to_sgm(path) is not None or to_diffusers(path) is not None
     )
 
 

@@ -656,6 +656,8 @@ def holds(lora_format: LoraFormat, change: WeightChange) -> bool:
     keys = lora_format.keys
     if not isinstance(change, Adapter | DoraChange):
         return False  # it is not as a file has it
+    if isinstance(change, DoraChange) and isinstance(change.direction, DiffChange):
+        return False  # nor is DoRA of a direction that had to be formed
     if isinstance(change, BaseChange):
         return keys.holds_changes and change.lycoris_keys
     is_plain = (

@@ -288,3 +288,48 @@ def test_layers_that_only_another_variant_has_are_named_so(tmp_path: Path) -> No
     lacking = sum("add_" in path for path in truth)
     assert verdict.reasons == {"layer_missing": lacking}
     assert len(verdict.matched) == len(truth) - lacking
+
+
+@pytest.mark.parametrize("start", ["diffusion_model.", "lora_unet_"])
+def test_animas_adapter_is_no_layer_of_its_denoiser(start: str, tmp_path: Path) -> None:
+    """invoke-ai/InvokeAI 9264: norms beside factors, and the adapter's blocks are called as the denoiser's are."""
+    shown = (
+        (lambda path: start + path.replace(".", "_")) if start.endswith("_") else (lambda path: start + path)
+    )
+    own, beside = "blocks.0.self_attn.q_proj", "llm_adapter.blocks.0.self_attn.q_proj"
+    norm, model = "blocks.0.self_attn.q_norm", tiny("cosmos")
+    width, head = layers("cosmos")["transformer_blocks.0.attn1.to_q"][0], 16
+    tensors = {f"{shown(norm)}.diff": torch.ones(head)}
+    for path in (own, beside):
+        tensors |= {f"{shown(path)}.lora_down.weight": torch.ones(1, width)}
+        tensors |= {f"{shown(path)}.lora_up.weight": torch.ones(width, 1)}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with merge_into_model(model, load_lora(tmp_path / "lora.safetensors")) as merged:
+        assert merged.not_in_variant == (shown(beside),)
+        truth = {
+            "transformer_blocks.0.attn1.to_q": torch.ones(width, width),
+            "transformer_blocks.0.attn1.norm_q": torch.ones(head),
+        }
+        assert unlike(before, model.state_dict(), truth) == []
+
+
+def test_dora_of_joint_projections_is_cut_exactly(files: Path, tmp_path: Path) -> None:
+    """Comfy-Org/ComfyUI 16234: LoKr with DoRA of query, key and value together, which are of different sizes."""
+    generator = torch.Generator().manual_seed(2)
+    path = "text_fusion.layerwise_blocks.0.attn"
+    weights = [tiny("krea2").state_dict()[f"{path}.to_{name}.weight"] for name in "qkv"]
+    weight = torch.cat(weights)
+    first = torch.randn(2, 2, generator=generator)
+    second = torch.randn(len(weight) // 2, weight.shape[1] // 2, generator=generator)
+    magnitude = torch.rand(len(weight), 1, generator=generator) + 1.0
+    ends = {"lokr_w1": first, "lokr_w2": second, "dora_scale": magnitude, "alpha": torch.tensor(1e10)}
+    name = f"lycoris_{path}_to_qkv".replace(".", "_")
+    save_file({f"{name}.{end}": tensor for end, tensor in ends.items()}, tmp_path / "lora.safetensors")
+    merge_into_checkpoint(
+        [tmp_path / "lora.safetensors"], folder_of("krea2", files), tmp_path / "m.safetensors"
+    )
+    merged = load_file(tmp_path / "m.safetensors")
+    direction = weight + torch.kron(first, second)
+    wanted = magnitude * direction / direction.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(torch.cat([merged[f"{path}.to_{name}.weight"] for name in "qkv"]), wanted)

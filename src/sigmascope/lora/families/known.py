@@ -261,7 +261,9 @@ _LAYERS: Final = RowIndex({family.name: family.rows for family in _ALL})
 _VECTORS: Final = RowIndex({family.name: parsed_rows(family.vectors) for family in _ALL})
 _ENCODER_LAYERS: Final = RowIndex(ENCODERS)
 _VARIANTS: Final = [
-    (family.name, re.compile(family.variant)) for family in _ALL if family.variant is not None
+    (family.name, re.compile(family.variant.replace(r"\.", "[._]")))  # dotted, or flat as in kohya's files
+    for family in _ALL
+    if family.variant is not None
 ]
 _TWINS: Final = {family.twin: family.name for family in _ALL if family.twin is not None}
 _TWIN: Final = re.compile("|".join(map(re.escape, _TWINS)))

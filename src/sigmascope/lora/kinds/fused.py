@@ -44,19 +44,19 @@ def rows_of(change: WeightChange, sizes: Sequence[int], index: int) -> WeightCha
     if isinstance(change, SetChange | DiffChange):
         return type(change)({name: part[rows] for name, part in change.parts.items()}, change.scale)
     if isinstance(change, DoraChange) and change.per_output:
-        direction = _rows_of_direction(change.direction, rows)
-        return None if direction is None else DoraChange(direction, change.magnitude.flatten()[rows])
+        return DoraChange(_rows_of_direction(change.direction, rows), change.magnitude.flatten()[rows])
     return None
 
 
-def _rows_of_direction(change: LoraFactors | Adapter, rows: slice) -> LoraFactors | Adapter | None:
+def _rows_of_direction(change: LoraFactors | Adapter, rows: slice) -> LoraFactors | Adapter:
+    """A direction's rows in its own form; those of a Kronecker product or a Tucker core are formed."""
     if isinstance(change, LoraFactors):
         up = change.up[rows]
         return LoraFactors(up, change.down, change.alpha, (len(up), *change.weight_shape[1:]))
     if isinstance(change, LohaChange) and "hada_t1" not in change.parts:
         cut = {name: part[rows] if name.endswith("_a") else part for name, part in change.parts.items()}
         return LohaChange(cut, change.scale)
-    return None
+    return DiffChange({"diff": change.delta()[rows].clone()}, 1.0)
 
 
 class _OfWeights:
