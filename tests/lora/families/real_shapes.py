@@ -175,6 +175,9 @@ MODELS: Final = {
         lambda d: d.CogVideoXTransformer3DModel(num_layers=1, num_attention_heads=48),
         {"transformer_blocks": 42},
     ),
+    "cogview4": Published(
+        "cogview4", lambda d: d.CogView4Transformer2DModel(num_layers=1), {"transformer_blocks": 28}
+    ),
     "mochi": Published(
         "mochi", lambda d: d.MochiTransformer3DModel(num_layers=2), {"transformer_blocks": 48}
     ),

@@ -22,6 +22,10 @@ MAKERS: Final[dict[str, Callable[[Any], nn.Module]]] = {
         num_layers=2, num_attention_heads=2, attention_head_dim=8, text_embed_dim=24, time_embed_dim=4, ofs_embed_dim=4,
         sample_width=8, sample_height=8, sample_frames=9,
     ),
+    "cogview4": lambda d: d.CogView4Transformer2DModel(
+        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2, text_embed_dim=24,
+        time_embed_dim=12, condition_dim=8, rope_axes_dim=(16, 16),
+    ),
     "cosmos": lambda d: d.CosmosTransformer3DModel(
         num_layers=2, num_attention_heads=2, attention_head_dim=16, text_embed_dim=8, adaln_lora_dim=4, max_size=(2, 4, 4),
         use_crossattn_projection=True, crossattn_proj_in_channels=24, img_context_dim_in=24, extra_pos_embed_type=None,

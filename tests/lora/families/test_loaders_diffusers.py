@@ -18,6 +18,7 @@ from sigmascope.lora.hosts import host_readings
 LOADERS = {
     "auraflow": lora_pipeline.AuraFlowLoraLoaderMixin,
     "cogvideox": lora_pipeline.CogVideoXLoraLoaderMixin,
+    "cogview4": lora_pipeline.CogView4LoraLoaderMixin,
     "cosmos": lora_pipeline.CosmosLoraLoaderMixin,
     "ideogram4": lora_pipeline.Ideogram4LoraLoaderMixin,
     "krea2": lora_pipeline.Krea2LoraLoaderMixin,

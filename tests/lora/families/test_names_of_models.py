@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:Fut
 OF_OTHERS = {
     "hidream": r"caption_projection\.\d+\.linear",  # one for each block
     "mochi": r"transformer_blocks\.47\..*",  # the last block, see below
+    "wan": r"vace_.*",
     "sana": r"time_embed\.(?:timestep|guidance)_embedder\..*|.*\.norm_[qk]",
     "sana-sprint": r"time_embed\.emb\..*",
 }

@@ -12,7 +12,7 @@ COGVIDEOX: Final = Family(
     base_version="cogvideox",
     in_diffusers=InDiffusers("CogVideoXTransformer3DModel", "CogVideoXLoraLoaderMixin", {"ofs_embed_dim": 4}),
     signatures={
-        "diffusers": "patch_embed.proj.weight patch_embed.text_proj.weight transformer_blocks.0.attn1.to_q.weight",
+        "diffusers": "patch_embed.proj.weight time_embedding.linear_1.weight transformer_blocks.0.attn1.to_q.weight",
         "original": "patch_embed.proj.weight patch_embed.text_proj.weight blocks.0.attn_out.weight",
     },
     ratios=(

@@ -7,6 +7,33 @@ from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, 
 _OUTSIDE: Final = r"(?!blocks\.).*"
 _BLOCK: Final = "self_attn.q self_attn.k self_attn.v self_attn.o cross_attn.q cross_attn.k cross_attn.v cross_attn.o ffn.0 ffn.2"
 
+_BLOCK_ROWS: Final = """
+    LIST.#.self_attn.q = LIST.#.attn1.to_q
+    LIST.#.self_attn.k = LIST.#.attn1.to_k
+    LIST.#.self_attn.v = LIST.#.attn1.to_v
+    LIST.#.self_attn.o = LIST.#.attn1.to_out.0
+    LIST.#.self_attn.norm_q = LIST.#.attn1.norm_q
+    LIST.#.self_attn.norm_k = LIST.#.attn1.norm_k
+    LIST.#.cross_attn.q = LIST.#.attn2.to_q
+    LIST.#.cross_attn.k = LIST.#.attn2.to_k
+    LIST.#.cross_attn.v = LIST.#.attn2.to_v
+    LIST.#.cross_attn.o = LIST.#.attn2.to_out.0
+    LIST.#.cross_attn.k_img = LIST.#.attn2.add_k_proj
+    LIST.#.cross_attn.v_img = LIST.#.attn2.add_v_proj
+    LIST.#.cross_attn.norm_q = LIST.#.attn2.norm_q
+    LIST.#.cross_attn.norm_k = LIST.#.attn2.norm_k
+    LIST.#.cross_attn.norm_k_img = LIST.#.attn2.norm_added_k
+    LIST.#.norm3 = LIST.#.norm2
+    LIST.#.ffn.0 = LIST.#.ffn.net.0.proj
+    LIST.#.ffn.2 = LIST.#.ffn.net.2
+    LIST.#.modulation = LIST.#.scale_shift_table
+"""
+_VACE: Final = """
+    vace_blocks.#.before_proj = vace_blocks.#.proj_in
+    vace_blocks.#.after_proj = vace_blocks.#.proj_out
+    vace_patch_embedding
+"""
+
 WAN: Final = Family(
     name="wan",
     title="WAN",
@@ -20,26 +47,9 @@ WAN: Final = Family(
         "original": "patch_embedding.weight head.modulation blocks.0.self_attn.q.weight",
     },
     widths=(1536, 3072, 5120),
-    layers="""
-        blocks.#.self_attn.q = blocks.#.attn1.to_q
-        blocks.#.self_attn.k = blocks.#.attn1.to_k
-        blocks.#.self_attn.v = blocks.#.attn1.to_v
-        blocks.#.self_attn.o = blocks.#.attn1.to_out.0
-        blocks.#.self_attn.norm_q = blocks.#.attn1.norm_q
-        blocks.#.self_attn.norm_k = blocks.#.attn1.norm_k
-        blocks.#.cross_attn.q = blocks.#.attn2.to_q
-        blocks.#.cross_attn.k = blocks.#.attn2.to_k
-        blocks.#.cross_attn.v = blocks.#.attn2.to_v
-        blocks.#.cross_attn.o = blocks.#.attn2.to_out.0
-        blocks.#.cross_attn.k_img = blocks.#.attn2.add_k_proj
-        blocks.#.cross_attn.v_img = blocks.#.attn2.add_v_proj
-        blocks.#.cross_attn.norm_q = blocks.#.attn2.norm_q
-        blocks.#.cross_attn.norm_k = blocks.#.attn2.norm_k
-        blocks.#.cross_attn.norm_k_img = blocks.#.attn2.norm_added_k
-        blocks.#.norm3 = blocks.#.norm2
-        blocks.#.ffn.0 = blocks.#.ffn.net.0.proj
-        blocks.#.ffn.2 = blocks.#.ffn.net.2
-        blocks.#.modulation = blocks.#.scale_shift_table
+    layers="".join(_BLOCK_ROWS.replace("LIST", name) for name in ("blocks", "vace_blocks"))
+    + _VACE
+    + """
         patch_embedding
         text_embedding.0 = condition_embedder.text_embedder.linear_1
         text_embedding.2 = condition_embedder.text_embedder.linear_2
