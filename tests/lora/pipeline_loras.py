@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tests.families import make_pipeline
 from torch import nn
 
-from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
@@ -74,10 +72,4 @@ def _write_lora(target: Path, pipeline: Any, parts: Sequence[str], format: str, 
         for key, tensor in getattr(pipeline, part).state_dict().items()
     }
     layout, lora = layout_of(shapes), LoraFile(modules)
-    if format in {"native", "peft"} or "VACE" not in type(pipeline).__name__:
-        save_lora(target, lora, format=format, layout=layout, model_layers=list(shapes))
-        return
-    own, model = (target.with_name(f"{name}.safetensors") for name in ("own", "model"))
-    save_lora(own, lora, format="native", layout=layout)
-    save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, model)
-    convert_lora(own, target, format, model=model, drop_unsupported=True)  # VACE's blocks have no other names
+    save_lora(target, lora, format=format, layout=layout, model_layers=list(shapes))

@@ -236,3 +236,25 @@ def test_the_last_block_of_mochi_has_another_modulation() -> None:
     converted = CONVERSIONS["mochi"](Lenient({"blocks.47.mod_y.weight": torch.ones(1)}))
     assert converted[f"{row.parts[0]}.weight"].tolist() == [1.0]
     assert row_of_diffusers("mochi", row.parts[0]) == row
+
+
+def test_wan_s_vace_blocks_have_the_names_of_diffusers_and_of_the_original() -> None:
+    import diffusers
+
+    with torch.device("meta"):
+        model = diffusers.WanVACETransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=20, freq_dim=8, ffn_dim=40,
+            num_layers=2, vace_layers=[0, 1], vace_in_channels=8,
+        )  # fmt: skip
+    kinds = nn.Linear | nn.Conv3d
+    rows = {
+        path: row_of_diffusers("wan", path)
+        for path, module in model.named_modules()
+        if path.startswith("vace_") and isinstance(module, kinds)
+    }
+    assert len(rows) > 20
+    assert [path for path, row in rows.items() if row is None] == []
+    originals = {path: row.original for path, row in rows.items() if row is not None}
+    assert originals["vace_blocks.0.proj_in"] == "vace_blocks.0.before_proj"
+    assert originals["vace_blocks.1.proj_out"] == "vace_blocks.1.after_proj"
+    assert originals["vace_blocks.1.attn2.to_k"] == "vace_blocks.1.cross_attn.k"

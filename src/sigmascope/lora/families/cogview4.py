@@ -41,5 +41,4 @@ COGVIEW4: Final = Family(
     """,
     kohya_naming="diffusers",
     reads=(Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),),
-    in_comfyui_since="none",
 )

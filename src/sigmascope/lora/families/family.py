@@ -257,7 +257,7 @@ class Family:
         kohya_naming: The naming in kohya's files of this family.
         lost: What hosts silently do not load from the formats' files.
         reads: The names that hosts read; those of a host that is not there were not measured.
-        in_comfyui_since: The first version of ComfyUI in `lora.hosts.HOSTS` that has such models; None for all, `none` for none.
+        in_comfyui_since: The first version of ComfyUI in `lora.hosts.HOSTS` that has such models; None for all.
         context_widths: For a U-Net: widths of the context that its cross attention reads; the first is the base
             model's.
         unet_blocks: For a U-Net: its published blocks.
