@@ -293,9 +293,10 @@ def test_layers_that_only_another_variant_has_are_named_so(tmp_path: Path) -> No
 @pytest.mark.parametrize("start", ["diffusion_model.", "lora_unet_"])
 def test_animas_adapter_is_no_layer_of_its_denoiser(start: str, tmp_path: Path) -> None:
     """invoke-ai/InvokeAI 9264: norms beside factors, and the adapter's blocks are called as the denoiser's are."""
-    shown = (
-        (lambda path: start + path.replace(".", "_")) if start.endswith("_") else (lambda path: start + path)
-    )
+
+    def shown(path: str) -> str:
+        return start + (path.replace(".", "_") if start.endswith("_") else path)
+
     own, beside = "blocks.0.self_attn.q_proj", "llm_adapter.blocks.0.self_attn.q_proj"
     norm, model = "blocks.0.self_attn.q_norm", tiny("cosmos")
     width, head = layers("cosmos")["transformer_blocks.0.attn1.to_q"][0], 16
