@@ -23,7 +23,7 @@ def parts_of_line(run: Run) -> Iterator[str]:
     yield seconds(run.seconds)
     own, inside = Counter[str](), Counter[str | None]()
     for stage in nodes:
-        inside[stage.facts[NODE]["parent"]] += stage.seconds  # type: ignore[assignment]
+        inside[stage.facts[NODE].get("parent")] += stage.seconds  # type: ignore[assignment]
     for stage in nodes:
         own[stage.name] += max(0.0, stage.seconds - inside[stage.facts[NODE]["id"]])  # type: ignore[assignment]
     if own:
