@@ -157,6 +157,24 @@ def test_merge_into_a_checkpoint_that_lacks_layers(lora: Path, model: Path, sigm
     assert json.loads(allowed.out)["unmatched"] == {"0": [LONG]}
 
 
+def test_merge_into_another_variant_of_the_model(tmp_path: Path, sigmascope: Terminal) -> None:
+    """A LoRA of WAN 2.1's I2V model on WAN 2.2, which has no image attention (ostris/ai-toolkit 349)."""
+    own, other = "blocks.0.self_attn.q", "blocks.0.cross_attn.k_img"
+    model, lora = tmp_path / "wan.safetensors", tmp_path / "i2v.safetensors"
+    keys = ("patch_embedding.weight", "head.modulation", f"{own}.weight")
+    save_file({key: torch.zeros(4, 4) for key in keys}, model)
+    ends = {"lora_up.weight": torch.eye(4)[:, :1], "lora_down.weight": torch.eye(4)[:1]}
+    save_file(
+        {f"diffusion_model.{name}.{end}": t.clone() for name in (own, other) for end, t in ends.items()}, lora
+    )
+    outcome = sigmascope("lora", "merge", lora, "--into", model, "--save_to", tmp_path / "merged.safetensors")
+    assert outcome.code == 0, outcome.err
+    assert "1 of 2 modules of i2v.safetensors is for a layer" in " ".join(outcome.out.split())
+    assert "k_img" in outcome.out
+    assert "Energy kept       50 %" in outcome.out
+    assert load_file(tmp_path / "merged.safetensors")[f"{own}.weight"][0, 0] == 1.0
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
