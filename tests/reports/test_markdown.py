@@ -6,7 +6,7 @@ import pytest
 from tests.reports.html.payloads import PAYLOADS, run_that_holds
 from tests.reports.html.test_html import PLACE, PROMPT, RUN, SAMPLED
 
-from sigmascope.records.run import Finding, HostFacts
+from sigmascope.records.run import Finding, HostFacts, Run, Stage
 from sigmascope.reports.markdown import to_markdown
 
 
@@ -65,3 +65,19 @@ def test_two_runs_lead_with_what_changed() -> None:
     slower = replace(RUN, seconds=24.0)
     text = to_markdown([RUN, slower])
     assert "**2.00 × as long (12.00 s → 24.00 s)" in text
+
+
+def test_findings_are_a_list_of_their_own_behind_the_table() -> None:
+    """Without memory on record nothing else stands between the two."""
+    found = Finding("rule", "warning", "It is slow.", {}, "Do less.")
+    run = Run(
+        "1",
+        "demo",
+        "2026-01-02T03:04:05+00:00",
+        2.0,
+        stages=(Stage("denoising", 0.0, 2.0),),
+        findings=(found,),
+    )
+    lines = to_markdown(run).splitlines()
+    at = next(place for place, line in enumerate(lines) if line.startswith("- warning"))
+    assert (lines[at - 1], lines[at - 2][:1]) == ("", "|")
