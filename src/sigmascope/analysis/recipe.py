@@ -5,7 +5,7 @@ compiling, versions, the machine.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from math import nan
 from statistics import fmean, median
@@ -32,7 +32,8 @@ from sigmascope.records.run import (
     Stage,
 )
 
-_NONE: Final = "none"
+NONE: Final = "none"
+"""Of an entry: there is none of it, and that is known."""
 _OF_SEVERAL: Final = re.compile(r"\.\d+$")
 """The number of a prompt among several."""
 OTHERS_USED: Final = "processor used by others"
@@ -62,11 +63,17 @@ ENVIRONMENT: Final = r"[A-Z][A-Z0-9]+_[A-Z0-9_]+"
 """What names of the environment's switches look like, and no other entry of a recipe."""
 _READ_WITH_ENVIRONMENT: Final = "train mode"
 """An entry of every record that holds the switches that were set."""
-_LORAS: Final = "LoRAs"
+LORAS: Final = "LoRAs"
 _OF_LORA: Final = ("strength", "active", "file", "content")
 _HASH_DIGITS_SHOWN: Final = 12
 _MOST_OF_SCHEDULE: Final = 4
 Differences = Mapping[str, tuple[str, str]]
+_CALL, _MODELS, _LORAS_GROUP, _SCHEDULER = "Call", "Models", "LoRAs", "Scheduler"
+_SURROUNDINGS, _VERSIONS, _MACHINE = "Surroundings", "Versions", "Machine"
+GROUPS: Final = (_CALL, _MODELS, _LORAS_GROUP, _SCHEDULER, _SURROUNDINGS, _VERSIONS, _MACHINE)
+"""Of a recipe's entries, in the order in which they are shown."""
+_Entry = tuple[str, str, object]
+"""Group, name and value."""
 
 
 def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
@@ -107,7 +114,7 @@ def _with_unset(recipe: Mapping[str, str], other: Mapping[str, str]) -> dict[str
 
 def _with_names_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
     """A recipe in which LoRAs have the baseline's names where only their names are others: by their files or contents."""
-    names = [[name for name in side.get(_LORAS, "").split(", ") if name] for side in (ours, theirs)]
+    names = [[name for name in side.get(LORAS, "").split(", ") if name] for side in (ours, theirs)]
     renamed: dict[str, str] = {}
     for own in names[0]:
         others = (name for name in names[1] if name not in (*names[0], *renamed.values()))
@@ -121,9 +128,9 @@ def _with_names_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[s
     }
     recipe = {given.get(entry, entry): value for entry, value in ours.items()}
     if renamed:
-        recipe[_LORAS] = ", ".join(renamed.get(name, name) for name in names[0])
-        if sorted(recipe[_LORAS].split(", ")) == sorted(names[1]):
-            recipe[_LORAS] = theirs[_LORAS]
+        recipe[LORAS] = ", ".join(renamed.get(name, name) for name in names[0])
+        if sorted(recipe[LORAS].split(", ")) == sorted(names[1]):
+            recipe[LORAS] = theirs[LORAS]
     return recipe
 
 
@@ -182,18 +189,35 @@ def recipe_of_runs(runs: Sequence[Run]) -> dict[str, str]:
 
 def recipe_of(run: Run) -> Iterator[tuple[str, object]]:
     """Everything known that the run was made with, by name, one generation after another."""
+    yield from ((name, value) for _, name, value in _entries(run))
+
+
+def recipe_groups(run: Run) -> dict[str, dict[str, object]]:
+    """The same by `GROUPS`, for people to look something up; entries that are not known are left out."""
+    groups: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
+    for group, name, value in _entries(run):
+        if value is not None:
+            groups[group][name] = value
+    return {group: entries for group, entries in groups.items() if entries}
+
+
+def _entries(run: Run) -> Iterator[_Entry]:
     try:
         run_cases = list(cases(run))
     except ValueError:  # facts that somebody changed by hand
         run_cases = []
     for case in run_cases:
         yield from _of_case(case)
-    yield from _of_checks(run)
+    yield from _in(_LORAS_GROUP, _of_checks(run))
     benchmark = run.facts.get(BENCHMARK)
     if isinstance(benchmark, Mapping):
-        yield from ((name, benchmark.get(name)) for name in _BENCHMARK_FIELDS)
+        yield from _in(_CALL, ((name, benchmark.get(name)) for name in _BENCHMARK_FIELDS))
     if run.host is not None:
         yield from _of_host(run.host)
+
+
+def _in(group: str, entries: Iterable[tuple[str, object]]) -> Iterator[_Entry]:
+    yield from ((group, name, value) for name, value in entries)
 
 
 def recipe_digest(run: Run) -> str | None:
@@ -260,24 +284,24 @@ def _of_checks(run: Run) -> Iterator[tuple[str, object]]:
         )
 
 
-def _of_case(case: Case) -> Iterator[tuple[str, object]]:
+def _of_case(case: Case) -> Iterator[_Entry]:
     outermost = case.stages[0] if case.stages else None
     facts = {} if outermost is None else outermost.facts
     more = facts.get(RECIPE)
-    yield from _of_prompts(facts.get("prompts"), is_known=isinstance(more, Mapping))
+    yield from _in(_CALL, _of_prompts(facts.get("prompts"), is_known=isinstance(more, Mapping)))
     seeds = facts.get("seeds")
     if isinstance(more, Mapping) or isinstance(seeds, list):
-        yield "seed", ", ".join(map(str, seeds)) if isinstance(seeds, list) else NOT_SET
+        yield _CALL, "seed", ", ".join(map(str, seeds)) if isinstance(seeds, list) else NOT_SET
     else:
-        yield "seed", case.call.seed
-    yield from _of_call(case.call)
+        yield _CALL, "seed", case.call.seed
+    yield from _in(_CALL, _of_call(case.call))
     if isinstance(more, Mapping):
-        yield "callback", case.call.callback or _NONE
+        yield _CALL, "callback", case.call.callback or NONE
         yield from _of_more(more)
     for stage in case.stages:
-        yield from _of_stage(stage)
+        yield from _in(_SCHEDULER, _of_stage(stage))
     if case.pipeline is not None:
-        yield from _of_pipeline(case.pipeline)
+        yield from _in(_MODELS, _of_pipeline(case.pipeline))
 
 
 def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, object]]:
@@ -292,37 +316,41 @@ def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, objec
             )
     for name in ("prompt", "negative_prompt"):
         if is_known and kept and name not in told:
-            yield name, _NONE
+            yield name, NONE
     yield from ((name, " | ".join(texts)) for name, texts in told.items())
 
 
-def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def _of_more(more: Mapping[str, Any]) -> Iterator[_Entry]:
     """Entries from the fact `recipe`."""
     models = more.get("models")
     if isinstance(models, Mapping):
-        yield from ((f"{name} weights", fingerprint) for name, fingerprint in models.items())
-    loras = more.get("loras")
-    if isinstance(loras, Mapping):
-        yield _LORAS, ", ".join(loras) or _NONE
-        for name, lora in loras.items():
-            if isinstance(lora, Mapping):
-                yield f"LoRA {name} strength", "-".join(map(str, sorted(set(lora.get("strength") or ()))))
-                yield f"LoRA {name} active", f"{lora.get('active')} of {lora.get('layers')} layers"
-                if lora.get("sha256"):
-                    yield (
-                        f"LoRA {name} file",
-                        f"sha256 {str(lora['sha256'])[:_HASH_DIGITS_SHOWN]} {lora.get('file')}",
-                    )
-                yield f"LoRA {name} content", lora.get("content")
-    for part in ("arguments", "given", "surroundings"):
+        yield from _in(_MODELS, ((f"{name} weights", fingerprint) for name, fingerprint in models.items()))
+    yield from _in(_LORAS_GROUP, _of_loras(more.get("loras")))
+    for part, group in (("arguments", _CALL), ("given", _CALL), ("surroundings", _SURROUNDINGS)):
         entries = more.get(part)
         if isinstance(entries, Mapping):
-            yield from entries.items()
+            yield from _in(group, entries.items())
     for name in ("device", "state"):
         of_each = more.get(f"generator_{name}s")
         if isinstance(of_each, list) and of_each:
-            yield f"generator {name}", ", ".join(map(str, of_each))
-    yield "threads", more.get("threads")
+            yield _CALL, f"generator {name}", ", ".join(map(str, of_each))
+    yield _SURROUNDINGS, "threads", more.get("threads")
+
+
+def _of_loras(loras: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(loras, Mapping):
+        return
+    yield LORAS, ", ".join(loras) or NONE
+    for name, lora in loras.items():
+        if isinstance(lora, Mapping):
+            yield f"LoRA {name} strength", "-".join(map(str, sorted(set(lora.get("strength") or ()))))
+            yield f"LoRA {name} active", f"{lora.get('active')} of {lora.get('layers')} layers"
+            if lora.get("sha256"):
+                yield (
+                    f"LoRA {name} file",
+                    f"sha256 {str(lora['sha256'])[:_HASH_DIGITS_SHOWN]} {lora.get('file')}",
+                )
+            yield f"LoRA {name} content", lora.get("content")
 
 
 def _of_stage(stage: Stage) -> Iterator[tuple[str, object]]:
@@ -354,15 +382,15 @@ def _schedule_in_words(values: object) -> str | None:
     return f"{len(shown)} from {shown[0]}, {shown[1]} to {shown[-1]} ({digest})"
 
 
-def _of_host(host: HostFacts) -> Iterator[tuple[str, object]]:
-    yield "processor", host.cpu_model
-    yield "processor threads", host.cpu_count_logical
-    yield "system", host.os
-    yield "Python", host.python_version
-    yield from host.libraries.items()
+def _of_host(host: HostFacts) -> Iterator[_Entry]:
+    yield _MACHINE, "processor", host.cpu_model
+    yield _MACHINE, "processor threads", host.cpu_count_logical
+    yield _MACHINE, "system", host.os
+    yield _VERSIONS, "Python", host.python_version
+    yield from _in(_VERSIONS, host.libraries.items())
     for device in host.accelerators:
-        yield device.device, device.name
-        yield f"{device.device} driver", device.driver_version
+        yield _MACHINE, device.device, device.name
+        yield _VERSIONS, f"{device.device} driver", device.driver_version
 
 
 def _of_call(call: CallFacts) -> Iterator[tuple[str, object]]:
@@ -394,7 +422,7 @@ def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object
             yield f"{name} {what}", max(counts, key=lambda key: counts[key])
     for switch in _SWITCHES:
         value = getattr(part, switch)
-        yield f"{name} {switch}", _NONE if value is None and switch == "offload" else value
+        yield f"{name} {switch}", NONE if value is None and switch == "offload" else value
 
 
 def not_looked_at(runs: Sequence[Run]) -> list[str]:

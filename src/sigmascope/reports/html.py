@@ -1,7 +1,9 @@
 """A `Run` as one HTML file to open, print or send on: no network, no other file, light and dark.
 
-`report.html.jinja` lays out what is gathered here as plain values; the template engine escapes every one of them.
-Pictures are SVG with places in per cent, so that the page's own script only widens them to zoom in.
+`run.html.jinja` lays out what is gathered here as plain values; the template engine escapes every one of them. Charts are
+SVG with places in per cent, so that the page's own script only widens them to zoom in.
+
+`look.css` is the look of all pages, and `parts.html.jinja` has what they are made of: the app (`sigmascope.ui`) uses both.
 """
 
 import math
@@ -12,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any, Final, get_args
 
@@ -31,8 +34,9 @@ from sigmascope.analysis.breakdown import (
     time_breakdown,
     times_in_words,
 )
+from sigmascope.analysis.lora_state import acting_lora, idle_lora
 from sigmascope.analysis.memory import peak_owners
-from sigmascope.analysis.recipe import recipe_of
+from sigmascope.analysis.recipe import LORAS, NONE, recipe_groups, recipe_of
 from sigmascope.analysis.run_figures import GENERATION, known, percentile, step_seconds
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.errors import ConfigError
@@ -48,14 +52,30 @@ from sigmascope.records.run import (
     impossible_times,
     is_duration,
     path_in_words,
+    stage_seconds,
 )
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
 from sigmascope.reports.surfaces import Surface
-from sigmascope.units import counted, format_size, percent, printable, seconds, statistic, took
+from sigmascope.units import (
+    UNKNOWN,
+    counted,
+    first_few,
+    format_size,
+    percent,
+    printable,
+    seconds,
+    statistic,
+    took,
+)
 
+ASSETS: Final = Path(__file__).parent
+"""Where `look.css` and `report.js` are."""
 _MOST_BARS: Final = 400
 """Stages, and steps of each stage, that have a bar of their own."""
 _MOST_STEP_CHARTS: Final = 20
+_MOST_SPARKS: Final = 60
+_MOST_AT_A_GLANCE: Final = 4
+_LONGEST_GLANCE: Final = 40
 _FEWEST_FOR_A_CHART: Final = 4
 _MOST_TENSORS: Final = 500
 _MOST_LAYERS: Final = 20
@@ -108,13 +128,24 @@ def to_html(
     if only_verdict:
         verdicts = [(run.name, headline(run), list(_time_rows(run))) for run in shown]
         return template("verdict.html.jinja").render(runs=verdicts)
-    comparison = _comparison(shown) if len(shown) > 1 else None
-    return template("report.html.jinja").render(
-        title=shown[0].name if len(shown) == 1 else f"{len(shown)} runs",
-        runs=[_run_view(run, number) for number, run in enumerate(shown, start=1)],
-        comparison=comparison,
-        version=__version__,
-    )
+    return template("report.html.jinja").render(report_view(shown), version=__version__)
+
+
+def report_view(shown: Sequence[Run], *, with_json: bool = True) -> dict[str, Any]:
+    """What `run.html.jinja` lays out.
+
+    Args:
+        shown: As `private_runs` gives them.
+        with_json: Whether each run's record lies in the page.
+    """
+    views = [_run_view(run, number) for number, run in enumerate(shown, start=1)]
+    for run, view in zip(shown, views, strict=True):
+        view["json"] = _as_script_text(run_to_json(run)) if with_json else ""
+    return {
+        "title": shown[0].name if len(shown) == 1 else f"{len(shown)} runs",
+        "runs": views,
+        "comparison": _comparison(shown) if len(shown) > 1 else None,
+    }
 
 
 SURFACE: Final = Surface(
@@ -125,16 +156,27 @@ SURFACE: Final = Surface(
 
 
 def template(name: str) -> jinja2.Template:
-    """A template of this folder. It makes its values harmless, and an undefined name in it is an error."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sigmascope.reports", ""),
+    """A template of this folder."""
+    return environment().get_template(name)
+
+
+def environment(*more: jinja2.BaseLoader) -> jinja2.Environment:
+    """Templates of this folder, and those of `more`. They make values harmless, and an undefined name is an error."""
+    made = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader("sigmascope.reports", ""), *more]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,  # `Markup` is our own
     )
-    return environment.get_template(name)
+    made.globals["asset"] = _asset
+    return made
+
+
+def _asset(name: str) -> Markup:
+    """A file of this folder as it is, such as a style or a script: our own text, and none of a stranger's."""
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))
 
 
 def jpeg_uri(jpeg: bytes) -> str:
@@ -182,6 +224,8 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         "took": took(run.seconds),
         "complete": run.complete,
         "headline": headline(run),
+        "tone": _tone(run),
+        "cards": _cards(run),
         "time": list(_time_rows(run)),
         "findings": run_findings(run),
         "errors": failures(run),
@@ -198,10 +242,93 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
             if isinstance(analysis := stage.facts.get("lora_application"), Mapping)
         ],
         "tensors": list(islice(_tensors(run), _MOST_TENSORS)),
-        "recipe": list({name: value for name, value in recipe_of(run) if value is not None}.items()),
+        "recipe": list(_recipe(run)),
         "thumbnails": list(islice(_thumbnails(run), _MOST_THUMBNAILS)),
-        "json": _as_script_text(run_to_json(run)),
     }
+
+
+def _recipe(run: Run) -> Iterator[dict[str, Any]]:
+    """The recipe by groups, each with a glance at its first entries."""
+    for group, entries in recipe_groups(run).items():
+        glance = [f"{name} {value}" for name, value in entries.items() if len(str(value)) <= _LONGEST_GLANCE]
+        yield {
+            "name": group,
+            "entries": list(entries.items()),
+            "glance": f"{counted(len(entries), 'entry', 'entries')}: " + first_few(glance, _MOST_AT_A_GLANCE)
+            if glance
+            else counted(len(entries), "entry", "entries"),
+        }
+
+
+def _tone(run: Run) -> str:
+    """Of the verdict: bad, warn, or good."""
+    severities = {finding.severity for finding in run_findings(run)}
+    if failures(run) or severities & {"critical", "error"} or idle_lora(run) is not None:
+        return "bad"
+    return "warn" if "warning" in severities or not run.complete else "good" if run.stages else ""
+
+
+def _cards(run: Run) -> list[dict[str, Any]]:
+    """Four figures at a glance: time, step, peak of memory, LoRA."""
+    plain = {"tone": "", "strip": [], "bars": [], "curve": None}
+    return [plain | card for card in (_time_card(run), _step_card(run), _peak_card(run), _lora_card(run))]
+
+
+def _time_card(run: Run) -> dict[str, Any]:
+    rows = list(_time_rows(run))
+    generations = [
+        stage_seconds(stage) for stage in run.stages if stage.name == GENERATION and stage.success
+    ]
+    timed = [value for value in generations if is_duration(value)]
+    longest = max(rows, key=lambda row: row["width"], default=None)
+    note = "nothing was recorded" if longest is None else f"{longest['share']} of it {longest['label']}"
+    if len(timed) > 1:
+        note = f"{counted(len(timed), 'generation')}, each {seconds(median(timed))}"
+    return {"label": "Time", "figure": seconds(run.seconds), "note": note, "strip": rows}
+
+
+def _step_card(run: Run) -> dict[str, Any]:
+    timed = [
+        value for stage in run.walk() if len(stage.steps) for value in known(step_seconds(stage))
+    ]
+    if not timed:
+        has_steps = any(len(stage.steps) for stage in run.walk())
+        return {"label": "Step", "figure": UNKNOWN, "note": "no step was timed" if has_steps else "no steps"}
+    most = max(timed) or 1.0
+    bars = [
+        {"height": 100 * value / most, "slow": False, "about": about}
+        for value, about in _binned(timed, most=_MOST_SPARKS)
+    ]
+    note = f"median of {counted(len(timed), 'step')}, the slowest {seconds(max(timed))}"
+    return {"label": "Step", "figure": seconds(median(timed)), "note": note, "bars": bars}
+
+
+def _peak_card(run: Run) -> dict[str, Any]:
+    owners = peak_owners(run)
+    device = run.peak().busiest_device()
+    owner = next((owner for owner in owners if owner.where == (device or PROCESS)), next(iter(owners), None))
+    if owner is None:
+        return {"label": "Peak", "figure": UNKNOWN, "note": "no memory was read"}
+    axis = _Axis(run.seconds)
+    where = _PLACES.get(owner.where, owner.where)
+    curve = next((curve for curve in _curves(run, axis) if curve["name"] == where), None)
+    note = f"{where}, in {path_in_words(owner.stage)}"
+    return {"label": "Peak", "figure": format_size(owner.bytes), "note": note, "curve": curve}
+
+
+def _lora_card(run: Run) -> dict[str, Any]:
+    """Whether the LoRAs of the run act, in two words and a sentence."""
+    why_not, acting = idle_lora(run), acting_lora(run)
+    names = next((str(value) for name, value in recipe_of(run) if name == LORAS), None)
+    if why_not is not None:
+        return {"label": "LoRA", "figure": "does nothing", "note": why_not, "tone": "bad"}
+    if acting is not None:
+        return {"label": "LoRA", "figure": "acts", "note": acting, "tone": "good"}
+    if names is None:
+        return {"label": "LoRA", "figure": UNKNOWN, "note": "not looked at"}
+    if names == NONE:
+        return {"label": "LoRA", "figure": "none", "note": "no LoRA was on the model"}
+    return {"label": "LoRA", "figure": "unknown", "note": f"{names}: whether it acts was not measured", "tone": "warn"}
 
 
 def _thumbnails(run: Run) -> Iterator[dict[str, Any]]:
@@ -228,18 +355,22 @@ def _time_rows(run: Run) -> Iterator[dict[str, Any]]:
     whole = max(run.seconds, small + sum(row.seconds for row in rows)) or 1.0
     shares = [(row.label, row.seconds, _note(row), large_places(row, run)) for row in rows]
     shares += [("all else", small, "", [])] if small else []
+    left = 0.0
     for index, (label, taken, note, places) in enumerate(shares):
+        width = 100 * taken / whole
         yield {
+            "left": left,
             "label": label,
             "seconds": seconds(taken),
             "share": percent(taken, run.seconds),
-            "width": 100 * taken / whole,
+            "width": width,
             "colour": index % _COLOURS,
             "note": note,
             "places": [
                 (place.label, seconds(place.seconds), percent(place.seconds, run.seconds)) for place in places
             ],
         }
+        left += width
 
 
 def _note(row: TimeShare) -> str:
@@ -351,12 +482,13 @@ def _curves(run: Run, axis: _Axis) -> Iterator[dict[str, Any]]:
         most = max(nbytes for _, nbytes in readings)
         if most <= 0:
             continue
+        places = [(10 * axis.at(at), 100 - 95 * nbytes / most) for at, nbytes in sorted(readings)]
+        points = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
         yield {
             "name": _PLACES.get(where, where),
             "most": format_size(most),
-            "points": " ".join(
-                f"{10 * axis.at(at):.2f},{100 - 95 * nbytes / most:.2f}" for at, nbytes in sorted(readings)
-            ),
+            "points": points,
+            "area": f"{places[0][0]:.2f},100 {points} {places[-1][0]:.2f},100",
         }
 
 
@@ -371,7 +503,7 @@ def _series(run: Run) -> dict[str, Any] | None:
         "slowest": seconds(max(timed)),
         "slowest_number": timed.index(max(timed)) + 1,
         "bars": [
-            {"height": 100 * value / max(timed), "about": about}
+            {"height": 100 * value / max(timed), "slow": False, "about": about}
             for value, about in _binned(timed, "generation")
         ],
     }
@@ -415,9 +547,11 @@ def _steps_view(stage: Stage) -> dict[str, Any]:
     }
 
 
-def _binned(timed: Sequence[float], what: str = "step") -> Iterator[tuple[float, str]]:
+def _binned(
+    timed: Sequence[float], what: str = "step", most: int = _MOST_BARS
+) -> Iterator[tuple[float, str]]:
     """A bar a step, or whatever is timed; of more than there is room for, the slowest of several neighbours."""
-    size = math.ceil(len(timed) / _MOST_BARS)
+    size = math.ceil(len(timed) / most)
     for start in range(0, len(timed), size):
         part = timed[start : start + size]
         several = f"{what}s {start + 1}-{start + len(part)}, the slowest"
