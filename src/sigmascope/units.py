@@ -1,4 +1,4 @@
-"""Numbers as people read and write them: MiB, seconds, counts, shares. What is unknown is a dash.
+"""Numbers as people read and write them: MiB, seconds, moments, counts, shares. What is unknown is a dash.
 
 Terminals and logs obey control characters; `printable` makes text from files safe to show there. `parse_size` and
 `parse_share` read what users write.
@@ -7,6 +7,7 @@ Terminals and logs obey control characters; `printable` makes text from files sa
 import math
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Final
 
 from sigmascope.errors import ConfigError
@@ -67,6 +68,11 @@ def took(value: int | float | None) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def local_time(moment: str) -> str:
+    """A moment in ISO 8601 in the user's own time zone, to the minute."""
+    return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def number(value: int | float | None) -> str:

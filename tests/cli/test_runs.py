@@ -10,8 +10,8 @@ from tests.history.kept_runs import kept_run
 from typer.testing import CliRunner, Result
 
 from sigmascope.cli.root import app
-from sigmascope.cli.runs.kept_runs import moment_of
 from sigmascope.errors import ConfigError, RecordError, StoreError
+from sigmascope.history.references import moment_of
 from sigmascope.history.keeper import keep_all, unkept_files
 from sigmascope.history.store import open_store
 from sigmascope.records.run import Run

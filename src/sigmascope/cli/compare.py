@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from sigmascope import units
-from sigmascope.cli.console import Console, local_time, plain, print_json, put, say, table
+from sigmascope.cli.console import Console, plain, print_json, put, say, table
 from sigmascope.cli.options import AsJson, Full
 from sigmascope.errors import ConfigError, RecordError, SigmascopeError, StoreError
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
@@ -173,7 +173,7 @@ def _with_the_one_before(named: Path) -> "tuple[list[Run], list[Run]]":
                 hint="List what is kept with sigmascope runs, and name two of them.",
             )
         for what, kept in (("Before", before[0]), ("Now", run)):
-            say(f"{what}: {kept.row.id}, {local_time(kept.row.started_at)}", err=True)
+            say(f"{what}: {kept.row.id}, {units.local_time(kept.row.started_at)}", err=True)
         return [store.record(run.number)], [store.record(before[0].number)]
 
 

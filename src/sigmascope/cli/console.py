@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -225,11 +224,6 @@ def span(ranks: tuple[int, int] | None) -> str:
     if ranks is None:
         return "-"
     return str(ranks[0]) if ranks[0] == ranks[1] else f"{ranks[0]}-{ranks[1]}"
-
-
-def local_time(moment: str) -> str:
-    """A moment in ISO 8601 in the user's own time zone, to the minute."""
-    return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 @contextmanager

@@ -42,5 +42,14 @@ def file_of(url: str) -> Path | None:
 
 def unkept_folder(url: str) -> Path:
     """Where runs go that the store did not take: beside it, or in the user's own folder."""
+    return _beside(url, ".unkept")
+
+
+def live_folder(url: str) -> Path:
+    """Where runs that go on say how far they are: beside the store, or in the user's own folder."""
+    return _beside(url, ".live")
+
+
+def _beside(url: str, ending: str) -> Path:
     file = file_of(url)
-    return data_folder() / "runs.unkept" if file is None else file.with_suffix(".unkept")
+    return data_folder() / f"runs{ending}" if file is None else file.with_suffix(ending)

@@ -1,21 +1,27 @@
 """The runs that a command's words mean: `latest`, `latest~1`, `@tag`, or the beginning of an id.
 
-Whatever takes a run goes through `runs_of`. A file of that name comes first: who typed a path gets the file.
+Whatever takes a run goes through `runs_of`. A file of that name comes first: who typed a path gets the file. `filters_of` checks
+what narrows a list down.
 """
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from sigmascope.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from sigmascope.history.store import KeptRun, Store
+    from sigmascope.history.store import Filters, KeptRun, Store
 
 _LATEST: Final = re.compile(r"latest(?:~([0-9]{1,9}))?")
 TAG: Final = re.compile(r"[^\s@~,/\\]{1,100}")
 """What a tag may be."""
 _ID: Final = re.compile(r"[^\s@~/\\]{4,}")
 _MOST_LISTED: Final = 5
+_AGO: Final = re.compile(r"([0-9]{1,6})([mhdw])")
+_AGO_UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def is_reference(text: str) -> bool:
@@ -94,3 +100,41 @@ def checked_tag(tag: str) -> str:
             hint="A tag has 1 to 100 letters, without spaces, commas, slashes, @ and ~.",
         )
     return name
+
+
+def filters_of(texts: Mapping[str, str | None]) -> "Filters":
+    """Filters as people write them, by the names of `Filters`' fields; None: any.
+
+    Raises:
+        ConfigError: One of them is no outcome, tag or moment.
+    """
+    from sigmascope.history.store import Filters
+    from sigmascope.records.failures import OUTCOMES
+
+    given = {name: text for name, text in texts.items() if text is not None}
+    if "outcome" in given and given["outcome"] not in OUTCOMES:
+        raise ConfigError(f"--outcome is {given['outcome']!r}.", hint=f"Give one of {', '.join(OUTCOMES)}.")
+    if "tag" in given:
+        given["tag"] = checked_tag(given["tag"])
+    for name in ("since", "until"):
+        if name in given:
+            given[name] = moment_of(given[name], f"--{name}")
+    return Filters(**given)
+
+
+def moment_of(text: str, flag: str) -> str:
+    """A moment as the store writes it: of a date, a date and time (in the local time zone), or so long ago.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    from sigmascope.history.row import moment_in_utc
+
+    ago = _AGO.fullmatch(text)
+    with suppress(ValueError, OverflowError):
+        if ago is not None:
+            return moment_in_utc(datetime.now(UTC) - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])}))
+        return moment_in_utc(datetime.fromisoformat(text))
+    raise ConfigError(
+        f"{flag} is {text!r}.", hint="Give a date such as 2026-03-01, or 12h, 7d or 2w for so long ago."
+    )

@@ -434,6 +434,11 @@ class Store:
         found = self._listed(select(RUNS).where(with_this).order_by(RUNS.c.number).limit(limit))
         return [run for run in found if run.row.id == beginning] or found
 
+    def runs_of_numbers(self, numbers: Sequence[int]) -> list[KeptRun]:
+        """The runs with these keys that are there, the oldest first."""
+        chosen = select(RUNS).where(RUNS.c.number.in_(numbers))
+        return self._listed(chosen.order_by(RUNS.c.started_at, RUNS.c.number))
+
     def kept(self, run: Run) -> KeptRun:
         """What is kept of a run that is in the store.
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.history.keeper import finish, keep
+from sigmascope.history.live import announce, withdraw
 from sigmascope.integrations.imports import ImportTimes
 from sigmascope.integrations.watch_settings import Settings
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
@@ -91,6 +92,7 @@ class Recording:
                 self._record_so_far, self._record_path, before=lambda: self._older.write(kept)
             )
             self._saver.start()
+            self._live = None if settings.keep == "0" else announce(self._watch.progress)
         except BaseException as failure:  # a watch whose record nobody writes would stay for good
             self._watch.__exit__(type(failure), failure, None)
             raise
@@ -110,6 +112,7 @@ class Recording:
         error = unhandled()
         try:
             try:
+                withdraw(self._live)
                 self._saver.stop()
                 self._watch.hold_back(0)
                 with suppress(Exception):  # the record comes first, and says why nothing can be written

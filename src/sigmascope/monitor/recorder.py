@@ -22,10 +22,12 @@ from typing import Any, Final, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from sigmascope.history.live import MOST_STEPS, LiveRun
 from sigmascope.monitor import peaks
 from sigmascope.monitor.guard import Guard, as_json, to_the_end
 from sigmascope.monitor.hooks import After, HookSet
 from sigmascope.monitor.scope import (
+    GENERATION,
     WHOLE,
     Clock,
     FoldedScopes,
@@ -38,7 +40,7 @@ from sigmascope.monitor.scope import (
 from sigmascope.monitor.stacks import STACKS, StackSampler
 from sigmascope.probes import Accelerator, Reading, module_facts, tensor_facts
 from sigmascope.records.performance import HOST_STACKS
-from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage, stage_path
+from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage, path_in_words, stage_path
 from sigmascope.threads import hands_off
 
 UNSTAGED = "unstaged"
@@ -198,6 +200,47 @@ class Recorder:
             seen = self._instruments.guard.read(STACKS, self._stacks.freeze)
         facts = run.facts if seen is None else {**run.facts, HOST_STACKS: seen}
         return replace(run, facts=facts, folded=folded)
+
+    def progress(self) -> LiveRun | None:
+        """How far the run is, read by any thread without asking a device; None: nothing is open."""
+        with peaks.LOCK:
+            scopes = [scope for scope in self._extent.open if isinstance(scope, Scope)]
+            generations = sum(
+                scope.name == GENERATION and scope.ended_ns is not None for scope in self._outside.children
+            )
+            generations += 0 if self._folded is None else self._folded.generations
+            if not self._extent.open:
+                return None
+        now_ns = self.clock()
+        started_ns, _ = self._extent.edges(self._outside.columns)
+        # Of what several threads have open, the one that steps.
+        innermost = max(scopes, key=lambda scope: (scope.path.count("/"), len(scope.columns)), default=None)
+        outermost = min(scopes, key=lambda scope: scope.path.count("/"), default=None)
+        live = LiveRun(
+            self.id,
+            self.name,
+            self._extent.wall_clock(started_ns),
+            (now_ns - started_ns) / 1e9,
+            generations=generations,
+        )
+        if innermost is None or outermost is None:
+            return live
+        memory = outermost.peak_so_far()
+        device = None if memory is None else memory.busiest_device()
+        return replace(
+            live,
+            stage=path_in_words(innermost.path),
+            stage_seconds=max(0.0, (now_ns - innermost.started_ns) / 1e9),
+            steps=len(innermost.columns),
+            planned=_planned_steps(outermost),
+            step_seconds=innermost.columns.last_seconds(MOST_STEPS),
+            peak_bytes=None
+            if memory is None
+            else memory.rss_bytes
+            if device is None
+            else memory.accelerator(device).allocated_bytes,
+            peak_of=device or "process",
+        )
 
     def settle(self) -> None:
         """Read what accelerators have finished by now of stages that are over. Waits for nothing."""
@@ -385,6 +428,12 @@ class Recorder:
         if len(self._outside.columns):
             stages.append(self._outside.freeze_steps(started_ns))
         return tuple(sorted(stages, key=lambda stage: stage.started_seconds)), folded
+
+
+def _planned_steps(scope: Scope) -> int | None:
+    """How many timesteps the last schedule in a scope has; None: none was set."""
+    schedules = [child.facts.get("timesteps") for child in list(scope.children)]
+    return next((len(times) for times in reversed(schedules) if isinstance(times, list) and times), None)
 
 
 def _scope_around(place: Scope, scope: Scope) -> Scope | None:

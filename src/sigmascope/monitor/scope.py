@@ -294,7 +294,7 @@ class Scope:
             error=self.error,
             exception_details=self.exception_details,
             memory=memory,
-            peak=self._peak(),
+            peak=self.peak_so_far(),
             steps=self._steps(self.started_ns),
             children=tuple(child.freeze(run_started_ns) for child in list(self.children)),
             tensors=dict(self.tensors),
@@ -331,7 +331,8 @@ class Scope:
             return None
         return MemoryImpact(self._baseline, final)
 
-    def _peak(self) -> PeakMemory | None:
+    def peak_so_far(self) -> PeakMemory | None:
+        """The highest memory seen in it; None: nothing was read."""
         if self._peaks is None:
             return None
         instruments = self.instruments
@@ -421,6 +422,11 @@ class StepColumns:
         """When the last step ended; None before the first."""
         figures = self._figures
         return figures[1 - COLUMNS] if figures else None
+
+    def last_seconds(self, most: int) -> tuple[float, ...]:
+        """What the last steps took, the oldest first."""
+        figures = self._figures[-most * COLUMNS :]
+        return tuple((end - start) / 1e9 for start, end in zip(figures[0::COLUMNS], figures[1::COLUMNS], strict=True))
 
     def figures(self) -> Sequence[int]:
         """Step after step, as they are now."""

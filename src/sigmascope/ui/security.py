@@ -8,16 +8,17 @@ A page that other machines reach has a token. The link that the server prints ho
 into a cookie, and programs send it as `Authorization: Bearer`.
 
 A `Refusal` is what a request is told when it cannot be served: a status, what is wrong, and the next step. `Limits`
-says how much one request may ask for, so that a mistake or a hostile picture does not take the machine down. `Room`
-bounds what all requests together hold in memory.
+says how much one request may ask for, so that a mistake or a hostile picture does not take the machine down. `received` and
+`receive` take a body within them. `Room` bounds what all requests together hold in memory.
 """
 
+import asyncio
 import ipaddress
 import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -25,11 +26,11 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sigmascope.errors import SigmascopeError
+from sigmascope.errors import SigmascopeError, StoreError
 from sigmascope.units import MIB
 
 SAFE_METHODS = ("GET", "HEAD")
@@ -40,7 +41,7 @@ HEADERS = {
     # Nothing from elsewhere is loaded, nothing inline is run; pictures are fetched and shown as blobs.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
     ),
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -74,12 +75,20 @@ class Guard:
         host: That the server was told to bind to; its name is allowed beside loopback, this machine's name, and
             plain addresses, which no one can rebind.
         token: That every request must have; None lets all pass.
+        answer: Makes the answer to a request that is refused.
     """
 
-    def __init__(self, app: ASGIApp, host: str, token: str | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        token: str | None = None,
+        answer: "Callable[[Request, Refusal], Response]" = lambda _, refusal: refusal.response,
+    ) -> None:
         self._app = app
         self._names = known_names(host)
         self._token = token
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -96,7 +105,7 @@ class Guard:
             check_request(scope["method"], Headers(scope=scope), self._names)
             answer = None if self._token is None else check_token(Request(scope), self._token)
         except Refusal as refusal:
-            answer = refusal.response
+            answer = self._answer(Request(scope), refusal)
         await (answer or self._app)(scope, receive, send_guarded)
 
 
@@ -208,8 +217,13 @@ class Refusal(Exception):
         return JSONResponse(
             {"error": as_error(self.message, self.hint)},
             self.status,
-            _STATUS_HEADERS.get(self.status),
+            self.headers,
         )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the status adds to the answer's headers."""
+        return _STATUS_HEADERS.get(self.status, {})
 
 
 def as_error(message: str, hint: str | None) -> dict[str, str | None]:
@@ -217,20 +231,19 @@ def as_error(message: str, hint: str | None) -> dict[str, str | None]:
     return {"message": message, "hint": hint}
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler of every exception; it raises unforeseen ones again, for the server's own output."""
+def refusal_of(request: Request, error: Exception) -> Refusal:
+    """What a request is told of an exception."""
     match error:
         case Refusal():
-            return error.response
+            return error
         case HTTPException():  # Starlette's own 404 and 405
-            refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
-            response = refusal.response
-            response.headers.update(error.headers or {})
-            return response
+            return Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+        case StoreError():  # which may answer later
+            return Refusal(503, error.message, error.hint)
         case SigmascopeError():  # what the library refuses while a request is read
-            return Refusal(422, error.message, error.hint).response
+            return Refusal(422, error.message, error.hint)
     message = f"The server failed ({type(error).__name__})."
-    return Refusal(500, message, "The server's own output says more.").response
+    return Refusal(500, message, "The server's own output says more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +264,9 @@ class Limits:
         waiting: Requests in line, over all clients.
         kept_pictures_bytes: Decoded pictures that are kept, the oldest forgotten first.
         kept_results_bytes: Results that are kept, likewise.
+        lora_bytes: Of one LoRA file as sent.
+        kept_loras: LoRA files that are kept, the oldest removed first.
+        lora_seconds: In which one must be here.
     """
 
     upload_bytes: int = 50 * MIB
@@ -266,6 +282,68 @@ class Limits:
     waiting: int = 32
     kept_pictures_bytes: int = 384 * MIB
     kept_results_bytes: int = 256 * MIB
+    lora_bytes: int = 4096 * MIB
+    kept_loras: int = 8
+    lora_seconds: float = 900.0
+
+
+def promised_bytes(request: Request, limit: int, refusal: Refusal) -> int:
+    """Most bytes that the body can have: what its headers promise, else the limit.
+
+    Raises:
+        Refusal: `refusal`: they promise more.
+    """
+    promised = request.headers.get("content-length", "")
+    if not promised.isdecimal():
+        return limit
+    if len(promised) > 18 or int(promised) > limit:
+        raise refusal
+    return int(promised)
+
+
+async def received(request: Request, limit: int, refusal: Refusal, limits: Limits) -> bytes:
+    """A body of at most `limit` bytes.
+
+    Raises:
+        Refusal: As in `receive`.
+    """
+    read = bytearray()
+    await receive(request, read.extend, limit, refusal, limits)
+    return bytes(read)
+
+
+async def receive(
+    request: Request,
+    take: "Callable[[bytes], object]",
+    limit: int,
+    refusal: Refusal,
+    limits: Limits,
+    body_seconds: float | None = None,
+) -> None:
+    """Read a body of at most `limit` bytes piece by piece, whatever its headers promise and however slowly it comes.
+
+    Raises:
+        Refusal: `refusal`: it is longer. 408: it does not end in time. 400: the peer is gone.
+    """
+    promised_bytes(request, limit, refusal)
+    seconds, most_seconds, count = limits.silent_seconds, body_seconds or limits.body_seconds, 0
+    try:
+        async with asyncio.timeout(most_seconds), asyncio.timeout(seconds) as silence:
+            async for piece in request.stream():
+                count += len(piece)
+                if count > limit:
+                    raise refusal
+                take(piece)
+                silence.reschedule(asyncio.get_running_loop().time() + seconds)
+    except TimeoutError:
+        raise Refusal(
+            408,
+            f"The request did not end within {most_seconds:g} s, "
+            f"or {limits.silent_seconds:g} s went by without a part of it.",
+            "Send it again.",
+        ) from None
+    except ClientDisconnect:  # nobody is there to be told
+        raise Refusal(400, "The request ended before its body did.") from None
 
 
 class Room:

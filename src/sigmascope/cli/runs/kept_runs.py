@@ -1,10 +1,8 @@
 """The runs that were kept: list, find, tag and exchange them, and query them in SQL."""
 
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -13,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope import units
-from sigmascope.cli.console import Console, facts, local_time, plain, print_json, say, table
+from sigmascope.cli.console import Console, facts, plain, print_json, say, table
 from sigmascope.cli.options import AsJson, Full, option_groups
 from sigmascope.errors import ConfigError
 from sigmascope.files import require_writable
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 _ID_SHOWN: Final = 8
 """Letters: 32 bits, so that among 10,000 runs some one in a hundred stores has two that look alike."""
-_AGO: Final = re.compile(r"([0-9]{1,6})([mhdw])")
-_AGO_UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 app = typer.Typer(rich_markup_mode="rich")
@@ -73,18 +69,9 @@ class Chosen:
         Raises:
             ConfigError: One of them is no outcome, tag or moment.
         """
-        from sigmascope.history.references import checked_tag
-        from sigmascope.history.store import Filters
-        from sigmascope.records.failures import OUTCOMES
+        from sigmascope.history.references import filters_of
 
-        if self.outcome is not None and self.outcome not in OUTCOMES:
-            raise ConfigError(f"--outcome is {self.outcome!r}.", hint=f"Give one of {', '.join(OUTCOMES)}.")
-        checked = {
-            "tag": None if self.tag is None else checked_tag(self.tag),
-            "since": None if self.since is None else moment_of(self.since, "--since"),
-            "until": None if self.until is None else moment_of(self.until, "--until"),
-        }
-        return Filters(**{**asdict(self), **checked})
+        return filters_of(asdict(self))
 
 
 @contextmanager
@@ -130,7 +117,7 @@ def _table(runs: "Sequence[KeptRun]") -> Table:
             what.append(f" {row.outcome}", style="bold red")
         made.add_row(
             plain(row.id[:_ID_SHOWN]),
-            local_time(row.started_at),
+            units.local_time(row.started_at),
             units.UNKNOWN if row.width is None else f"{row.width}×{row.height}",
             units.UNKNOWN if row.steps is None else str(row.steps),
             units.seconds(row.seconds),
@@ -138,24 +125,6 @@ def _table(runs: "Sequence[KeptRun]") -> Table:
             what,
         )
     return made
-
-
-def moment_of(text: str, flag: str) -> str:
-    """A moment as the store writes it: of a date, a date and time (in the local time zone), or so long ago.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
-    from sigmascope.history.row import moment_in_utc
-
-    ago = _AGO.fullmatch(text)
-    with suppress(ValueError, OverflowError):
-        if ago is not None:
-            return moment_in_utc(datetime.now(UTC) - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])}))
-        return moment_in_utc(datetime.fromisoformat(text))
-    raise ConfigError(
-        f"{flag} is {text!r}.", hint="Give a date such as 2026-03-01, or 12h, 7d or 2w for so long ago."
-    )
 
 
 def _named(references: Sequence[str], store: "Store") -> "list[KeptRun]":
@@ -194,7 +163,7 @@ def _facts(run: "KeptRun") -> Table:
     size = None if row.width is None else f"{row.width}×{row.height}"
     shown = {
         "Run": row.id,
-        "Started": local_time(row.started_at),
+        "Started": units.local_time(row.started_at),
         "Kept by": run.source,
         "Outcome": row.outcome,
         "Pipeline": row.pipeline,
@@ -250,7 +219,7 @@ def rm(references: References) -> None:
         runs = _named(references, store)
         store.remove([run.number for run in runs])
     for run in runs:
-        say(f"Removed {run.row.id} ({local_time(run.row.started_at)})")
+        say(f"Removed {run.row.id} ({units.local_time(run.row.started_at)})")
 
 
 @app.command("prune", epilog="Example: sigmascope runs prune --most 1000")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.history.keeper import keep
+from sigmascope.history.live import LiveRun, announce, withdraw
 from sigmascope.integrations.autostart import say
 from sigmascope.integrations.diffusers.components import (
     LoadingObserver,
@@ -106,6 +107,10 @@ class Watch:
             raise AttributeError("nothing has been recorded: enter the watch with `with`")
         return self._record
 
+    def progress(self) -> LiveRun | None:
+        """How far the run of the open block is; None: no block is open, or nothing in it."""
+        return self._sessions[-1].recorder.progress() if self._sessions else None
+
     def hold_back(self, spare: int) -> None:
         """Keep this many more generations in full, until `take_older` takes them."""
         for session in self._sessions:
@@ -140,6 +145,8 @@ class Watch:
             session = Session(self._pipelines, self._choices, OBSERVERS)
             self._sessions.append(session)
             session.open()
+            if self._keep_run:
+                session.live = announce(session.recorder.progress)
         except Exception as failure:  # noqa: BLE001 - the host goes on without a record
             log_quietly(_log, "The watch could not begin: %s", describe(failure))
         except BaseException as interruption:  # Ctrl-C just now: nobody leaves a block that was not entered
@@ -159,6 +166,7 @@ class Watch:
         """Leave the block. What Ctrl-C broke off is done by another call."""
         if session not in self._sessions:
             return
+        withdraw(session.live)
         try:
             session.close(error)
             self._record = record = session.record()

@@ -79,6 +79,7 @@ class Session:
             keep=options.keep_generations,
             stacks=options.stacks,
         )
+        self.live: int | None = None
         self.is_over = False
         self.is_everywhere = not pipelines
         self.observers = [kind(self) for kind in observers]

@@ -109,7 +109,7 @@ function showSource(blob) {
   setBlob(element("source"), "src", blob);
   for (const name of ["base", "result"]) element(name)?.removeAttribute("src");
   for (const name of ["save-picture", "save-run", "timings"]) element(name).hidden = true;
-  document.querySelector(".stage").style.setProperty("--aspect", width / height);
+  document.querySelector(".studio").style.setProperty("--aspect", width / height);
   setText("source-note", `${width}×${height}`);
   setText("chosen", `${page.name}, ${width}×${height}`);
   element("chosen").hidden = false;
