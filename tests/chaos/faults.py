@@ -44,7 +44,7 @@ from sigmascope.lbm.training.train import TrainReport
 from sigmascope.lora.apply import attach_lora
 from sigmascope.ui.app import make_app
 from sigmascope.ui.lbm_model import ServedModel
-from sigmascope.ui.security import Limits
+from sigmascope.ui.lbm_page import lbm_part
 
 Planting = AbstractContextManager[None]
 _NOTHING: Planting = nullcontext()
@@ -454,7 +454,7 @@ def _page() -> Activity:
         return hashlib.sha256(answer.content).hexdigest() if answer.status_code == 200 else _refusal(answer)
 
     def serve(planting: Planting = _NOTHING) -> tuple[str, str]:
-        with TestClient(make_app(served, Limits()), base_url=HOST, raise_server_exceptions=False) as client:
+        with TestClient(make_app([lbm_part(served)]), base_url=HOST, raise_server_exceptions=False) as client:
             with planting:
                 first = visit(client)
             return first, visit(client)

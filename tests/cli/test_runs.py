@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, RecordError, StoreError
-from sigmascope.history.references import moment_of
 from sigmascope.history.keeper import keep_all, unkept_files
+from sigmascope.history.references import moment_of
 from sigmascope.history.store import open_store
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import load_run

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from tests.lbm.conftest import tiny_config, tiny_model, tiny_yaml
 
@@ -15,8 +16,9 @@ from sigmascope.lbm.model import LbmModel, build_lbm
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.ui.app import make_app
+from sigmascope.ui import app
 from sigmascope.ui.lbm_model import ServedModel
+from sigmascope.ui.lbm_page import lbm_part
 from sigmascope.ui.security import Limits
 
 __all__ = ["tiny_config", "tiny_model", "tiny_yaml"]  # fixtures
@@ -46,6 +48,11 @@ def served(tiny_config: LbmConfig) -> ServedModel:
         lora_name="light.safetensors",
         lora_ranks=(2,),
     )
+
+
+def make_app(served: ServedModel, limits: Limits | None = None) -> Starlette:
+    """The page of one model alone."""
+    return app.make_app([lbm_part(served, limits)])
 
 
 @pytest.fixture

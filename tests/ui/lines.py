@@ -5,8 +5,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sigmascope.ui.app import Job, JobLine, Work
 from sigmascope.ui.lbm_model import Report
+from sigmascope.ui.lbm_page import Job, JobLine, Work
 
 
 def with_line(scenario: Callable[[JobLine], Awaitable[None]], limit: int = 8) -> None:

@@ -67,6 +67,10 @@ app = typer.Typer(
                 "sigmascope.cli.start",
                 "Make, prove, apply and watch a LoRA on a small trained model, in seconds.",
             ),
+            "ui": OnDemand(
+                "sigmascope.cli.ui",
+                "Open the runs that were kept in the browser: one, two side by side, trends, runs in progress, and LoRA files.",
+            ),
             "lora": OnDemand(
                 "sigmascope.cli.lora", "Make LoRAs from fine-tuned models, prove them, and work on them."
             ),

@@ -148,9 +148,13 @@ class Announcer:
             folder = live_folder(store_url())
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             path = self._files[number] = folder / f"{os.getpid()}-{uuid4().hex}.json"
-        told = asdict(live) | {"process_id": os.getpid(), "host": socket.gethostname(), "told_at": time.time()}
+        told = asdict(live) | {
+            "process_id": os.getpid(),
+            "host": socket.gethostname(),
+            "told_at": time.time(),
+        }
         temporary = path.with_suffix(".part")
-        with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
             json.dump(told, file)
         temporary.replace(path)
 

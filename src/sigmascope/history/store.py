@@ -462,6 +462,20 @@ class Store:
         chosen = select(RUNS).where(before, RUNS.c.outcome == "ok", *same)
         return self._listed(chosen.order_by(RUNS.c.started_at.desc(), RUNS.c.number.desc()).limit(limit))
 
+    def kinds_of_work(self, *, limit: int) -> list[tuple[KeptRun, int]]:
+        """The last whole run of each kind of work on each device, the newest first, and how many there are of it."""
+        kinds = (
+            select(func.max(RUNS.c.number), func.count(RUNS.c.number))
+            .where(RUNS.c.outcome == "ok")
+            .group_by(*(RUNS.c[name] for name in COMPARABLE))
+            .order_by(func.max(RUNS.c.number).desc())
+            .limit(limit)
+        )
+        with self._reading() as connection:
+            counts = {int(number): int(count) for number, count in connection.execute(kinds)}
+        runs = {run.number: run for run in self.runs_of_numbers(list(counts))}
+        return [(runs[number], count) for number, count in counts.items() if number in runs]
+
     def _listed(self, chosen: Select[Any]) -> list[KeptRun]:
         with self._reading() as connection:
             rows = connection.execute(chosen).mappings().all()

@@ -40,7 +40,16 @@ from sigmascope.monitor.scope import (
 from sigmascope.monitor.stacks import STACKS, StackSampler
 from sigmascope.probes import Accelerator, Reading, module_facts, tensor_facts
 from sigmascope.records.performance import HOST_STACKS
-from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage, path_in_words, stage_path
+from sigmascope.records.run import (
+    OUTPUT_HASHES,
+    Finding,
+    Folded,
+    HostFacts,
+    Run,
+    Stage,
+    path_in_words,
+    stage_path,
+)
 from sigmascope.threads import hands_off
 
 UNSTAGED = "unstaged"

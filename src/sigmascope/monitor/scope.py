@@ -426,7 +426,9 @@ class StepColumns:
     def last_seconds(self, most: int) -> tuple[float, ...]:
         """What the last steps took, the oldest first."""
         figures = self._figures[-most * COLUMNS :]
-        return tuple((end - start) / 1e9 for start, end in zip(figures[0::COLUMNS], figures[1::COLUMNS], strict=True))
+        return tuple(
+            (end - start) / 1e9 for start, end in zip(figures[0::COLUMNS], figures[1::COLUMNS], strict=True)
+        )
 
     def figures(self) -> Sequence[int]:
         """Step after step, as they are now."""

@@ -276,9 +276,7 @@ def _cards(run: Run) -> list[dict[str, Any]]:
 
 def _time_card(run: Run) -> dict[str, Any]:
     rows = list(_time_rows(run))
-    generations = [
-        stage_seconds(stage) for stage in run.stages if stage.name == GENERATION and stage.success
-    ]
+    generations = [stage_seconds(stage) for stage in run.stages if stage.name == GENERATION and stage.success]
     timed = [value for value in generations if is_duration(value)]
     longest = max(rows, key=lambda row: row["width"], default=None)
     note = "nothing was recorded" if longest is None else f"{longest['share']} of it {longest['label']}"
@@ -288,9 +286,7 @@ def _time_card(run: Run) -> dict[str, Any]:
 
 
 def _step_card(run: Run) -> dict[str, Any]:
-    timed = [
-        value for stage in run.walk() if len(stage.steps) for value in known(step_seconds(stage))
-    ]
+    timed = [value for stage in run.walk() if len(stage.steps) for value in known(step_seconds(stage))]
     if not timed:
         has_steps = any(len(stage.steps) for stage in run.walk())
         return {"label": "Step", "figure": UNKNOWN, "note": "no step was timed" if has_steps else "no steps"}
@@ -328,7 +324,12 @@ def _lora_card(run: Run) -> dict[str, Any]:
         return {"label": "LoRA", "figure": UNKNOWN, "note": "not looked at"}
     if names == NONE:
         return {"label": "LoRA", "figure": "none", "note": "no LoRA was on the model"}
-    return {"label": "LoRA", "figure": "unknown", "note": f"{names}: whether it acts was not measured", "tone": "warn"}
+    return {
+        "label": "LoRA",
+        "figure": "unknown",
+        "note": f"{names}: whether it acts was not measured",
+        "tone": "warn",
+    }
 
 
 def _thumbnails(run: Run) -> Iterator[dict[str, Any]]:
@@ -570,6 +571,7 @@ def _histogram(timed: Sequence[float]) -> list[dict[str, Any]]:
     return [
         {
             "height": 100 * count / max(counts),
+            "slow": False,
             "about": f"{seconds(least + index * width)} to {seconds(least + (index + 1) * width)}: {counted(count, 'step')}",
         }
         for index, count in enumerate(counts)

@@ -82,7 +82,9 @@ def make_app(parts: Sequence[Part], *, host: str = "127.0.0.1", token: str | Non
     )
     app.state.parts = tuple(parts)
     app.state.templates = html.environment(jinja2.PackageLoader("sigmascope.ui", "page"))
-    app.add_middleware(Guard, host=host, token=token, answer=lambda request, refusal: _told(app, request, refusal))
+    app.add_middleware(
+        Guard, host=host, token=token, answer=lambda request, refusal: _told(app, request, refusal)
+    )
     return app
 
 
@@ -98,7 +100,9 @@ async def page_of(request: Request, template: str, **values: Any) -> HTMLRespons
     return await run_in_threadpool(_page, request.app, request, template, values)
 
 
-def _page(app: Starlette, request: Request, template: str, values: dict[str, Any], status: int = 200) -> HTMLResponse:
+def _page(
+    app: Starlette, request: Request, template: str, values: dict[str, Any], status: int = 200
+) -> HTMLResponse:
     path = request.url.path
     frame = {
         "parts": app.state.parts,

@@ -41,7 +41,16 @@ from sigmascope.ui.lbm_model import (
     read_wish,
     too_many_bytes,
 )
-from sigmascope.ui.security import LORA_SCALES, Kept, Limits, Refusal, Room, as_error, promised_bytes, received
+from sigmascope.ui.security import (
+    LORA_SCALES,
+    Kept,
+    Limits,
+    Refusal,
+    Room,
+    as_error,
+    promised_bytes,
+    received,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -93,7 +93,9 @@ def _view(live: LiveRun) -> dict[str, Any]:
         "took": seconds(live.seconds),
         "where": live.stage or "between stages",
         "generation": f"{live.generations:,}",
-        "steps": f"{live.steps:,}" + (f" of {live.planned:,}" if live.planned else "") if is_stepping else UNKNOWN,
+        "steps": f"{live.steps:,}" + (f" of {live.planned:,}" if live.planned else "")
+        if is_stepping
+        else UNKNOWN,
         "done": min(100.0, 100 * live.steps / live.planned) if live.planned else None,
         "share": percent(min(live.steps, live.planned), live.planned) if live.planned else "",
         "step": seconds(middle),

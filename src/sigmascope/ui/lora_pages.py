@@ -152,7 +152,9 @@ class LoraPages:
         if kind != b"multipart/form-data" or b"boundary" not in options:
             raise Refusal(415, "No file was sent.", "Use the form of the page.")
         too_large = Refusal(
-            413, f"A file is larger than {self.limits.lora_bytes / MIB:g} MiB.", "Inspect it with sigmascope lora inspect."
+            413,
+            f"A file is larger than {self.limits.lora_bytes / MIB:g} MiB.",
+            "Inspect it with sigmascope lora inspect.",
         )
         parser = MultipartParser(options[b"boundary"], form.callbacks())
         most = self.limits.lora_bytes * (2 - len(known)) + MIB
@@ -161,7 +163,9 @@ class LoraPages:
             parser.finalize()
             found = form.finished()
         except OSError as error:
-            raise Refusal(507, f"The file cannot be kept ({reason_of(error)}).", "Free some space.") from error
+            raise Refusal(
+                507, f"The file cannot be kept ({reason_of(error)}).", "Free some space."
+            ) from error
         except ValueError as error:  # the parser's own, of a body that is none
             raise Refusal(400, "The form cannot be read.", "Send it again.") from error
         finally:
@@ -212,7 +216,9 @@ class LoraPages:
             except SigmascopeError as error:
                 words = " ".join(filter(None, (str(error.message), error.hint)))
                 for upload in uploads:
-                    words = words.replace(str(upload.path), upload.name).replace(upload.path.name, upload.name)
+                    words = words.replace(str(upload.path), upload.name).replace(
+                        upload.path.name, upload.name
+                    )
                 return None, words
             finally:
                 self.working -= 1
@@ -323,7 +329,9 @@ def _require_safetensors(beginning: bytes, name: str, *, is_whole: bool) -> None
     is_header = 2 <= length <= _MOST_HEADER_BYTES and beginning[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
     if (is_long and not is_header) or (is_whole and not is_long):
         raise Refusal(
-            415, f"{name} is no safetensors file.", "Other files may hold code and are not opened here. Save it as safetensors."
+            415,
+            f"{name} is no safetensors file.",
+            "Other files may hold code and are not opened here. Save it as safetensors.",
         )
 
 
@@ -347,9 +355,7 @@ def _report_view(upload: Upload, report: LoraInspection, family: FileFamily) -> 
             {
                 "name": block.name,
                 "modules": block.modules,
-                "ranks": UNKNOWN
-                if block.ranks is None
-                else "-".join(map(str, dict.fromkeys(block.ranks))),
+                "ranks": UNKNOWN if block.ranks is None else "-".join(map(str, dict.fromkeys(block.ranks))),
                 "effective": statistic(block.effective_rank),
                 "norm": statistic(block.norm),
                 "share": UNKNOWN if block.share is None else f"{100 * block.share:.1f} %",
@@ -371,7 +377,11 @@ def _report_view(upload: Upload, report: LoraInspection, family: FileFamily) -> 
         "header": {
             **training.training,
             **({"trigger": training.trigger_phrase} if training.trigger_phrase else {}),
-            **({"tags": ", ".join(f"{tag} ({count})" for tag, count in training.tags[:_MOST_ROWS])} if training.tags else {}),
+            **(
+                {"tags": ", ".join(f"{tag} ({count})" for tag, count in training.tags[:_MOST_ROWS])}
+                if training.tags
+                else {}
+            ),
             **training.modelspec,
             **training.provenance,
         },
@@ -402,7 +412,12 @@ def _cards(report: LoraInspection, family: FileFamily) -> list[dict[str, str]]:
             "note": f"at strength 1; alpha/rank {scales or UNKNOWN}",
             "tone": "bad" if report.norm == 0.0 else "",
         },
-        {"label": "Modules", "figure": f"{len(report.modules):,}", "note": f"{kinds}; rank {ranks or UNKNOWN}", "tone": ""},
+        {
+            "label": "Modules",
+            "figure": f"{len(report.modules):,}",
+            "note": f"{kinds}; rank {ranks or UNKNOWN}",
+            "tone": "",
+        },
     ]
 
 
@@ -440,13 +455,17 @@ def _spectrum(report: LoraInspection) -> dict[str, Any] | None:
     if not whole:
         return None
     shares = [100 * part / whole for part in accumulate(energy)]
-    points = " ".join(f"{1000 * index / (most - 1):.1f},{100 - 0.96 * share:.2f}" for index, share in enumerate(shares))
+    points = " ".join(
+        f"{1000 * index / (most - 1):.1f},{100 - 0.96 * share:.2f}" for index, share in enumerate(shares)
+    )
     ranks = sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most})
     return {
         "most": most,
         "points": points,
         "area": f"0,100 {points} 1000,100",
-        "rows": [{"rank": rank, "share": f"{shares[rank - 1]:.1f} %", "width": shares[rank - 1]} for rank in ranks],
+        "rows": [
+            {"rank": rank, "share": f"{shares[rank - 1]:.1f} %", "width": shares[rank - 1]} for rank in ranks
+        ],
         "modules": counted(len(spectra), "module"),
     }
 
@@ -461,7 +480,9 @@ def _comparison_view(report: LoraComparison) -> dict[str, Any]:
         "verdict": words[report.verdict],
         "tone": {"same": "good", "scaled": "warn", "different": ""}[report.verdict],
         "cosine": statistic(report.cosine),
-        "difference": UNKNOWN if report.relative_difference is None else f"{100 * report.relative_difference:.1f} %",
+        "difference": UNKNOWN
+        if report.relative_difference is None
+        else f"{100 * report.relative_difference:.1f} %",
         "only": [counted(len(names), "module") for names in (report.only_a, report.only_b)],
         "sides": [
             {
@@ -483,7 +504,9 @@ def _comparison_view(report: LoraComparison) -> dict[str, Any]:
             }
             for module in report.most_different[:_MOST_ROWS]
         ],
-        "metadata": [(field.name, field.a or UNKNOWN, field.b or UNKNOWN) for field in report.metadata[:_MOST_ROWS]],
+        "metadata": [
+            (field.name, field.a or UNKNOWN, field.b or UNKNOWN) for field in report.metadata[:_MOST_ROWS]
+        ],
     }
 
 

@@ -115,7 +115,9 @@ class RunsPages:
     async def record(self, request: Request) -> Response:
         """The record as JSON, with what may be shown of prompts."""
         text = await run_in_threadpool(self._record, request.path_params["run"])
-        name = f"run-{request.path_params['run']}.json" if request.path_params["run"].isdecimal() else "run.json"
+        name = (
+            f"run-{request.path_params['run']}.json" if request.path_params["run"].isdecimal() else "run.json"
+        )
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(text, media_type="application/json", headers=headers)
 
@@ -169,7 +171,9 @@ def _run_of(word: str, store: Store) -> KeptRun:
     if word.isdecimal() and len(word) < 19:
         found = store.runs_of_numbers([int(word)])
         if not found:
-            raise Refusal(404, f"There is no run {word} in the store.", "It may have been removed. List the runs again.")
+            raise Refusal(
+                404, f"There is no run {word} in the store.", "It may have been removed. List the runs again."
+            )
         return found[0]
     found = runs_of(word, store)
     if len(found) > 1:

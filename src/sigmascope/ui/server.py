@@ -183,9 +183,7 @@ class _Server(uvicorn.Server):
     Waiting requests are answered then: otherwise the server would wait for them, and they for a model.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, parts: Sequence[Part], on_ready: Callable[[], object]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, parts: Sequence[Part], on_ready: Callable[[], object]) -> None:
         super().__init__(config)
         self._parts = parts
         self._on_ready = on_ready

@@ -111,7 +111,7 @@ def test_the_figures_are_the_records(show: Callable[..., Any], tmp_path: Path) -
     row = page.locator("tr", has=page.locator("th", has_text="denoising")).first
     assert row.inner_text().split("\t")[:3] == ["denoising, steps", "1.20 s", "48 %"]
     steps = (
-        page.locator("h3", has_text="Steps of denoising")
+        page.locator("h2", has_text="Steps of denoising")
         .locator("xpath=following-sibling::p[1]")
         .inner_text()
     )
@@ -184,7 +184,7 @@ def test_the_peaks_table_fits_a_phone_without_scrolling(show: Callable[..., Any]
     run = replace(FIGURES, stages=(Stage("generation", 0.0, 2.0, peak=peak, children=(denoising,)),))
     write_html(run, tmp_path / "report.html")
     page = show(tmp_path / "report.html", viewport={"width": 400, "height": 800})
-    table = page.locator("h3", has_text="Peaks of memory").locator("xpath=following-sibling::div[1]")
+    table = page.locator("h2", has_text="Peaks of memory").locator("xpath=following-sibling::div[1]")
     inner, outer = table.evaluate("box => [box.scrollWidth, box.clientWidth]")
     assert inner <= outer <= 400
     assert "Highest" in table.locator("td").first.evaluate(

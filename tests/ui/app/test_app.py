@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
-from tests.ui.conftest import HOST, Upload, encoded, outcome
+from tests.ui.conftest import HOST, Upload, encoded, make_app, outcome
 
 from sigmascope.lbm.infer import translate_image
 from sigmascope.records.serialization import run_from_json
+from sigmascope.reports import html
 from sigmascope.ui import lbm_model
-from sigmascope.ui.app import ASSETS, make_app
+from sigmascope.ui.app import ASSETS
 from sigmascope.ui.lbm_model import Picture, Pictures, ServedModel
 from sigmascope.ui.security import Limits
+
+LOOK = html.ASSETS / "look.css"
 
 
 def pixels(data: bytes) -> Any:
@@ -120,8 +123,8 @@ def test_every_answer_keeps_the_page_to_itself(client: TestClient, path: str) ->
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:
-    files = [path for path in ASSETS.rglob("*") if path.is_file()]
-    assert {"index.html", "main.js", "style.css"} <= {path.name for path in files}
+    files = [path for path in (*ASSETS.rglob("*"), LOOK) if path.is_file()]
+    assert {"lbm.html.jinja", "main.js"} <= {path.name for path in files}
     for path in files:
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?:|//[a-z]+\.|@import|innerHTML|insertAdjacentHTML", text), path
@@ -130,7 +133,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:
 
 def test_every_file_that_the_page_names_is_served(client: TestClient) -> None:
     page = client.get("/").text
-    named = set(re.findall(r'(?:src|href)="(static/[^"]+)"', page))
+    named = set(re.findall(r'(?:src|href)="\./(static/[^"]+)"', page))
     for script in (ASSETS / "static").glob("*.js"):
         imported = re.findall(r'from "\./([^"]+)"', script.read_text(encoding="utf-8"))
         named |= {f"static/{name}" for name in imported}

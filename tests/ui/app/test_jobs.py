@@ -6,9 +6,9 @@ import pytest
 from tests.ui.lines import Gate, ended, with_line
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.ui import app as jobs
-from sigmascope.ui.app import JobLine
+from sigmascope.ui import lbm_page as jobs
 from sigmascope.ui.lbm_model import Report
+from sigmascope.ui.lbm_page import JobLine
 from sigmascope.ui.security import Refusal
 
 

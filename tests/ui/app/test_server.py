@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import uvicorn
+from tests.ui.conftest import make_app
 
 from sigmascope.errors import ConfigError
-from sigmascope.ui import app
-from sigmascope.ui.app import Address, JobLine, bind
+from sigmascope.ui import server as app
+from sigmascope.ui.app import Part
 from sigmascope.ui.lbm_model import ServedModel
 from sigmascope.ui.security import Limits
+from sigmascope.ui.server import Address, bind
 
 
 def test_a_port_is_taken_at_once_and_any_free_one_for_0() -> None:
@@ -65,18 +67,17 @@ def test_addresses_are_told_for_a_browser(host: str, url: str) -> None:
 
 
 def test_the_end_does_not_wait_for_a_step_of_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
+    busy, left, cleaned = [True], list[int](), list[bool]()
 
     def leave(code: int) -> None:
         left.append(code)
-        line.busy = False  # where the process would be gone
+        busy.clear()  # where the process would be gone
 
-    line = JobLine(1)
-    line.busy = True
+    part = Part("LBM", "lbm", (), is_busy=lambda: bool(busy), clean=lambda: cleaned.append(True))
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(app, "STOP_WAIT_SECONDS", 0.0)
-    app._leave(line)
-    assert left == [130]
+    app._leave([part])
+    assert (left, cleaned) == ([130], [True])
 
 
 def test_the_end_of_an_idle_server_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_the_end_of_an_idle_server_is_an_ordinary_one(monkeypatch: pytest.Monkey
     slept: list[float] = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr(time, "sleep", slept.append)
-    app._leave(JobLine(1))
+    app._leave([Part("LBM", "lbm", ())])
     assert (left, slept) == ([], [])
 
 
@@ -94,7 +95,7 @@ def test_a_connection_whose_headers_do_not_end_is_closed(
 ) -> None:
     monkeypatch.setattr(app, "HEADER_SECONDS", 0.3)
     http: Any = partial(app._Connection, Limits())
-    config = uvicorn.Config(app.make_app(served), http=http, log_level="warning", lifespan="on")
+    config = uvicorn.Config(make_app(served), http=http, log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     with bind("127.0.0.1", 0) as listening:
         address = listening.getsockname()

@@ -25,7 +25,8 @@ import json, os, sys
 from sigmascope.lbm.config import load_config
 from sigmascope.lbm.model import build_lbm
 from sigmascope.lbm.pocket import CONFIG_PATH
-from sigmascope.ui.app import bind, serve
+from sigmascope.ui.lbm_page import lbm_part
+from sigmascope.ui.server import bind, serve
 from sigmascope.ui.lbm_model import ServedModel
 from sigmascope.ui.security import Limits
 
@@ -34,7 +35,8 @@ for line in sys.stdin:
     host, limits = json.loads(line)
     if os.fork() == 0:  # importing takes seconds
         ready = lambda at: print(json.dumps([os.getpid(), at.port, at.token]), flush=True)
-        serve(served, bind(host, 0), host, ready, Limits(**limits))
+        limits = Limits(**limits)
+        serve([lbm_part(served, limits)], bind(host, 0), host, ready, limits)
 """
 
 

@@ -10,11 +10,9 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
-from tests.ui.conftest import HOST, encoded
+from tests.ui.conftest import HOST, encoded, make_app
 
-from sigmascope.ui import app as app_module
-from sigmascope.ui import lbm_model
-from sigmascope.ui.app import make_app
+from sigmascope.ui import lbm_model, lbm_page
 from sigmascope.ui.lbm_model import ServedModel
 from sigmascope.ui.security import Limits
 
@@ -140,7 +138,7 @@ def test_a_fault_of_the_server_is_told_as_every_error_is(
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(app_module, "read_wish", fail)
+    monkeypatch.setattr(lbm_page, "read_wish", fail)
     with TestClient(make_app(served), base_url=HOST, raise_server_exceptions=False) as client:
         answer = client.post("/api/jobs", content=b"{}")
     assert answer.status_code == 500

@@ -2,10 +2,7 @@
 
 import logging
 import os
-import threading
-import webbrowser
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +12,10 @@ from rich.text import Text
 
 from sigmascope.cli import options
 from sigmascope.cli.console import Console, needs_extra, print_json, progress_bar, say
+from sigmascope.cli.ui import Pages, own_parts, serve_pages
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
+from sigmascope.history.location import store_url
 from sigmascope.records.memory import mib
 from sigmascope.units import counted
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from sigmascope.lora.live_merge import MergedLora
     from sigmascope.monitor.recorder import Recorder
     from sigmascope.records.run import Run
-    from sigmascope.ui.app import Address
-    from sigmascope.ui.lbm_model import ServedModel
 
 
 app = typer.Typer(rich_markup_mode="rich")
@@ -415,12 +412,13 @@ def serve(
     """Serve a page to try a model and its LoRA: base and result side by side, with time and memory.
 
     Upload a picture, move the LoRA's strength, and see what changes. Pictures and
-    results stay in memory; nothing is written to disk. Ctrl-C ends it.
+    results stay in memory; nothing is written to disk. On loopback the pages of
+    sigmascope ui are there, too. Ctrl-C ends it.
     """
     with needs_extra("ui"):
-        from sigmascope.ui.app import bind
-        from sigmascope.ui.app import serve as serve_model
         from sigmascope.ui.lbm_model import ModelOptions, load_served
+        from sigmascope.ui.lbm_page import lbm_part
+        from sigmascope.ui.security import is_loopback
 
     model = ModelOptions(
         base_model_path=base_model_path,
@@ -433,38 +431,13 @@ def serve(
         resolution=resolution,
     )
     model.check()
-    with closing(bind(host, port)) as listening:
+
+    def load() -> Pages:
         with progress_bar("Loading") as progress:
             served = load_served(model, progress=progress)
+        what = served.base_name if served.lora_name is None else f"{served.base_name} + {served.lora_name}"
+        # Who may use the model from elsewhere has not been shown the runs of this machine.
+        others = own_parts(store_url(), "hash") if is_loopback(host) else []
+        return Pages(what, [lbm_part(served), *others], {"model": served.base_name, "lora": served.lora_name})
 
-        def on_ready(address: "Address") -> None:
-            _announce(address, served, as_json=as_json)
-            if open_browser:
-                # Its own thread: some browsers return only when they are closed.
-                threading.Thread(target=_open, args=[address.url], daemon=True).start()
-
-        serve_model(served, listening, host, on_ready)
-
-
-def _announce(address: "Address", served: "ServedModel", *, as_json: bool) -> None:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if address.token is not None:
-        console.print(
-            Text.assemble(
-                ("Warning: ", "bold yellow"),
-                "anyone with the link can use the model, and others on the network can read what is sent. ",
-                "Bind to 127.0.0.1 and use an SSH tunnel to keep it to yourself.",
-            )
-        )
-    if as_json:
-        facts = {"url": address.url, "host": address.host, "port": address.port, "token": address.token}
-        print_json({**facts, "model": served.base_name, "lora": served.lora_name}, indent=None)
-        return
-    what = served.base_name if served.lora_name is None else f"{served.base_name} + {served.lora_name}"
-    say(f"Serving {what} at {address.url}")
-    console.print(Text("Ctrl-C ends it.", style="dim"))
-
-
-def _open(url: str) -> None:
-    if not webbrowser.open(url):
-        Console(stderr=True).print(Text(f"No browser could be opened; go to {url}", style="yellow"))
+    serve_pages(load, host, port, open_browser=open_browser, as_json=as_json)

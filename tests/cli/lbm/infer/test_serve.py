@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from sigmascope.cli import ui
 from sigmascope.cli.lbm import infer
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import load_config
 from sigmascope.lbm.model import build_lbm
 from sigmascope.lbm.pocket import CONFIG_PATH
-from sigmascope.ui import app as app_module
 from sigmascope.ui import lbm_model
-from sigmascope.ui.app import Address
+from sigmascope.ui import server as server_module
 from sigmascope.ui.lbm_model import ServedModel
+from sigmascope.ui.server import Address
 
 
 def run(*arguments: str) -> Any:
@@ -92,7 +93,7 @@ def announced(
         monkeypatch.setattr(lbm_model, "load_served", lambda *_, **__: served)
         token = None if host == "127.0.0.1" else "t0ken"
         address = Address(host, 7860, token)
-        monkeypatch.setattr(app_module, "serve", lambda _, listening, host, ready: ready(address))
+        monkeypatch.setattr(server_module, "serve", lambda _, listening, host, ready: ready(address))
         infer.serve(pocket=True, device="cpu", host=host, port=0, **flags)
         told = capsys.readouterr()
         return told.out, told.err
@@ -130,7 +131,7 @@ def test_beyond_loopback_the_link_with_the_token_is_told_once(announced: Announc
 
 def test_the_browser_is_opened_only_when_asked(announced: Announced, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(infer, "_open", opened.append)
+    monkeypatch.setattr(ui, "_open", opened.append)
     announced("127.0.0.1")
     assert opened == []
     announced("127.0.0.1", open_browser=True)
