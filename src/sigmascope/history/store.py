@@ -454,16 +454,23 @@ class Store:
 
     def comparable_before(self, run: KeptRun, *, limit: int) -> list[KeptRun]:
         """The last whole runs before one that did the same kind of work on the same device, the newest first."""
-        same = (RUNS.c[name].is_not_distinct_from(getattr(run.row, name)) for name in COMPARABLE)
         before = or_(
             RUNS.c.started_at < run.row.started_at,
             (RUNS.c.started_at == run.row.started_at) & (RUNS.c.number < run.number),
         )
-        chosen = select(RUNS).where(before, RUNS.c.outcome == "ok", *same)
+        return self._of_kind(run, limit, before)
+
+    def comparable(self, run: KeptRun, *, limit: int) -> list[KeptRun]:
+        """The last whole runs that did the same kind of work on the same device, itself among them, the newest first."""
+        return self._of_kind(run, limit)
+
+    def _of_kind(self, run: KeptRun, limit: int, *conditions: ColumnElement[bool]) -> list[KeptRun]:
+        same = (RUNS.c[name].is_not_distinct_from(getattr(run.row, name)) for name in COMPARABLE)
+        chosen = select(RUNS).where(*conditions, RUNS.c.outcome == "ok", *same)
         return self._listed(chosen.order_by(RUNS.c.started_at.desc(), RUNS.c.number.desc()).limit(limit))
 
     def kinds_of_work(self, *, limit: int) -> list[tuple[KeptRun, int]]:
-        """The last whole run of each kind of work on each device, the newest first, and how many there are of it."""
+        """A whole run of each kind of work on each device, the one kept last, and how many there are of it."""
         kinds = (
             select(func.max(RUNS.c.number), func.count(RUNS.c.number))
             .where(RUNS.c.outcome == "ok")

@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -220,7 +221,7 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
     return {
         "id": f"run{number}",
         "name": run.name or "unnamed",
-        "started_at": run.started_at,
+        "started_at": _started(run),
         "took": took(run.seconds),
         "complete": run.complete,
         "headline": headline(run),
@@ -245,6 +246,15 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         "recipe": list(_recipe(run)),
         "thumbnails": list(islice(_thumbnails(run), _MOST_THUMBNAILS)),
     }
+
+
+def _started(run: Run) -> str:
+    """When it began, to the second; as the record has it, if that is no moment."""
+    try:
+        began = datetime.fromisoformat(run.started_at)
+    except ValueError:
+        return run.started_at
+    return f"{began:%Y-%m-%d %H:%M:%S} {began.tzname() or ''}".rstrip()
 
 
 def _recipe(run: Run) -> Iterator[dict[str, Any]]:

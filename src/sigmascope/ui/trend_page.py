@@ -45,14 +45,14 @@ def _view(url: str, chosen: str) -> dict[str, Any]:
             if not found:
                 raise Refusal(404, "There is no such run in the store.", "Choose one of the list.")
             last = found[0]
-        series = [] if last is None else [*store.comparable_before(last, limit=_MOST_RUNS)[::-1], last]
+        series = [] if last is None else store.comparable(last, limit=_MOST_RUNS)[::-1]
     return {
         "kinds": [
             {
                 "number": run.number,
                 "words": _words(run),
                 "count": counted(count, "run"),
-                "is_chosen": run == last,
+                "is_chosen": last is not None and run.number == last.number,
             }
             for run, count in kinds
         ],
