@@ -223,7 +223,9 @@ def _read(file: Path) -> LiveRun | None:
     try:
         with file.open("rb") as opened:
             text = opened.read(_LARGEST + 1)
-        values = json.loads(text) if len(text) <= _LARGEST else None
+        if len(text) > _LARGEST:
+            return None
+        values = json.loads(text)
         known = {field.name: values[field.name] for field in fields(LiveRun)}
         known["step_seconds"] = tuple(float(value) for value in known["step_seconds"][-MOST_STEPS:])
         for name in ("seconds", "stage_seconds", "told_at"):

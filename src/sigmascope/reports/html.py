@@ -280,7 +280,7 @@ def _tone(run: Run) -> str:
 
 def _cards(run: Run) -> list[dict[str, Any]]:
     """Four figures at a glance: time, step, peak of memory, LoRA."""
-    plain = {"tone": "", "strip": [], "bars": [], "curve": None}
+    plain: dict[str, Any] = {"tone": "", "strip": [], "bars": [], "curve": None}
     return [plain | card for card in (_time_card(run), _step_card(run), _peak_card(run), _lora_card(run))]
 
 
@@ -494,12 +494,12 @@ def _curves(run: Run, axis: _Axis) -> Iterator[dict[str, Any]]:
         if most <= 0:
             continue
         places = [(10 * axis.at(at), 100 - 95 * nbytes / most) for at, nbytes in sorted(readings)]
-        points = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
+        line = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
         yield {
             "name": _PLACES.get(where, where),
             "most": format_size(most),
-            "points": points,
-            "area": f"{places[0][0]:.2f},100 {points} {places[-1][0]:.2f},100",
+            "points": line,
+            "area": f"{places[0][0]:.2f},100 {line} {places[-1][0]:.2f},100",
         }
 
 

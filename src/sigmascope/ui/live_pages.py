@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from sigmascope.history.live import LiveRun, live_runs
 from sigmascope.ui.app import Part, page_of
-from sigmascope.units import UNKNOWN, format_size, local_time, percent, seconds
+from sigmascope.units import UNKNOWN, counted, format_size, local_time, percent, seconds
 
 SECONDS: Final = 1.0
 """Between two looks."""
@@ -92,7 +92,7 @@ def _view(live: LiveRun) -> dict[str, Any]:
         "started": _moment(live.started_at),
         "took": seconds(live.seconds),
         "where": live.stage or "between stages",
-        "generation": f"{live.generations:,}",
+        "generation": counted(live.generations, "generation"),
         "steps": f"{live.steps:,}" + (f" of {live.planned:,}" if live.planned else "")
         if is_stepping
         else UNKNOWN,

@@ -1,5 +1,6 @@
 """Time and memory of runs of the same kind, one after another."""
 
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from starlette.concurrency import run_in_threadpool
@@ -74,17 +75,18 @@ def _words(run: KeptRun) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _charts(series: list[KeptRun]) -> Any:
+def _charts(series: list[KeptRun]) -> Iterator[dict[str, Any]]:
     """A chart of times and one of peaks, each from 0."""
-    for title, shown, values in (
+    charts: tuple[tuple[str, Callable[[Any], str], list[tuple[KeptRun, float | int]]], ...] = (
         ("Time", seconds, [(run, run.row.seconds) for run in series]),
         (
             "Peak of memory",
             format_size,
             [(run, run.row.peak_bytes) for run in series if run.row.peak_bytes is not None],
         ),
-    ):
-        most = max((value for _, value in values), default=0) if values else 0
+    )
+    for title, shown, values in charts:
+        most = max((value for _, value in values), default=0)
         if len(values) < _FEWEST or not most:
             continue
         yield {
