@@ -88,6 +88,7 @@ class Announcer:
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._is_over = False
+        self._end = threading.Event()
 
     def add(self, look: Look) -> int:
         """Tell of a run from now on; the number takes it back."""
@@ -122,6 +123,7 @@ class Announcer:
 
     def end(self) -> None:
         """Remove all files, for good."""
+        self._end.set()
         with self._writing:
             self._is_over = True
             for file in self._files.values():
@@ -131,8 +133,7 @@ class Announcer:
 
     def _work(self) -> None:
         idle = 0
-        while idle <= _IDLE_TICKS:
-            time.sleep(SECONDS)
+        while idle <= _IDLE_TICKS and not self._end.wait(SECONDS):
             with suppress(Exception):
                 self.tell()
             with self._lock:

@@ -114,6 +114,11 @@ class Uploads:
         self._kept.move_to_end(key)
         return self._kept[key]
 
+    def remove(self, upload: Upload) -> None:
+        """Remove one that is of no use."""
+        self._kept.pop(upload.id, None)
+        upload.path.unlink(missing_ok=True)
+
     def remove_all(self) -> None:
         """Remove the folder with all files."""
         folder, self._folder = self._folder, None
@@ -203,6 +208,7 @@ class LoraPages:
         if upload.inspected is None:
             found, error = await self._work([upload], partial(_inspect, upload.path))
             if found is None:
+                self.uploads.remove(upload)
                 raise Refusal(422, str(error), "Check the file: is it a LoRA?")
             upload.inspected = found
         return upload.inspected
