@@ -45,7 +45,7 @@ HEADERS = {
     ),
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # with none at all, a form of ours would be sent with the origin "null"
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     # Pictures are private: a browser's cache is a file.

@@ -160,7 +160,7 @@ def show(browser: Any, server: Server) -> Iterator[Callable[..., Any]]:
 def send(page: Any, *names: str) -> None:
     files = [{"name": name, "mimeType": "", "buffer": lora_bytes()} for name in names]
     page.set_input_files("input[type=file]", files)
-    page.get_by_role("button").click()
+    page.locator("button[type=submit]").click()
     page.wait_for_url(re.compile(r"/lora/.+"))
 
 
@@ -234,7 +234,7 @@ def test_a_file_dropped_on_the_page_is_inspected(show: Callable[..., Any]) -> No
     page.evaluate(
         """(bytes) => {
           const carried = new DataTransfer();
-          carried.items.add(new File([new Uint8Array(bytes)], "<b>fox</b>.safetensors"));
+          carried.items.add(new File([new Uint8Array(bytes)], "<b>fox&.safetensors"));
           for (const kind of ["dragenter", "dragover", "drop"]) {
             document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: carried, bubbles: true, cancelable: true }));
           }
@@ -242,7 +242,7 @@ def test_a_file_dropped_on_the_page_is_inspected(show: Callable[..., Any]) -> No
         list(lora_bytes()),
     )
     page.wait_for_url(re.compile(r"/lora/.+"))
-    assert page.inner_text("h1") == "b>.safetensors" or page.inner_text("h1") == "<b>fox</b>.safetensors"
+    assert page.inner_text("h1") == "<b>fox&.safetensors"
 
 
 def test_without_javascript_lists_forms_and_files_work(show: Callable[..., Any]) -> None:
