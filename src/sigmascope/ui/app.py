@@ -16,8 +16,8 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from sigmascope.__about__ import __version__
@@ -41,7 +41,7 @@ class Part:
     Attributes:
         title: In the bar.
         path: Of its first page, without a slash before it.
-        routes: Its addresses.
+        routes: Its addresses, that of the first page first.
         running: Entered while the server runs.
         stop: Called on the event loop with the first signal: whoever waits for something is answered then.
         is_busy: Whether a thread works that the end should wait for a moment.
@@ -50,7 +50,7 @@ class Part:
 
     title: str
     path: str
-    routes: tuple[BaseRoute, ...]
+    routes: tuple[Route, ...]
     running: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     stop: Callable[[], None] = _nothing
     is_busy: Callable[[], bool] = lambda: False
@@ -67,12 +67,9 @@ def make_app(parts: Sequence[Part], *, host: str = "127.0.0.1", token: str | Non
                 await stack.enter_async_context(part.running())
             yield
 
-    async def home(request: Request) -> Response:
-        return RedirectResponse(parts[0].path, 303)
-
     app = Starlette(
         routes=[
-            Route("/", home),
+            Route("/", parts[0].routes[0].endpoint),
             *(Route(f"/static/{name}", _shared(name)) for name in _SHARED),
             Mount("/static", StaticFiles(directory=ASSETS / "static")),
             *(route for part in parts for route in part.routes),
@@ -106,7 +103,7 @@ def _page(
     path = request.url.path
     frame = {
         "parts": app.state.parts,
-        "here": path.split("/")[1] if "/" in path else "",
+        "here": path.split("/")[1] or app.state.parts[0].path,
         "base": "../" * (path.count("/") - 1) or "./",
         "version": __version__,
     }

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.testclient import TestClient
 from tests.ui.conftest import HOST
 from tests.ui.pages.conftest import HTML
@@ -88,7 +91,10 @@ def test_the_look_is_the_reports(browser: TestClient) -> None:
 
 
 def test_a_part_is_all_that_a_page_needs(url: str) -> None:
-    app = make_app([Part("Own", "own", ())])
+    async def own(request: Request) -> Response:
+        return PlainTextResponse("mine")
+
+    app = make_app([Part("Own", "own", (Route("/own", own),))])
     with TestClient(app, base_url=HOST, headers=HTML) as client:
-        page = client.get("/nothing")
-    assert 'href="./own">Own' in page.text
+        assert [client.get(path).text for path in ("/", "/own")] == ["mine", "mine"]
+        assert 'href="./own">Own' in client.get("/nothing").text
