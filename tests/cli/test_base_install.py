@@ -100,7 +100,7 @@ def test_what_needs_an_extra_names_it_and_how_to_add_it(tmp_path: Path) -> None:
             ["lbm", "infer", "--base_model_path", BASE_PATH, "--source_image", "x.png", "--output_path", "y.png"],
             ["lbm", "create-base", "--save_path", "b.safetensors", "--config_path", "t.yaml"],
         ],
-        "ui": [["lbm", "serve", "--pocket"]],
+        "ui": [["lbm", "serve", "--pocket"], ["ui"]],
         "train": [
             ["lbm", "train", "--path_config", "t.yaml"],
             ["lbm", "make-shards", ".", "shards"],

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sigmascope.files import without_home
 from sigmascope.history.location import file_of
 from sigmascope.history.references import filters_of, runs_of
 from sigmascope.history.store import Filters, KeptRun, Store, open_store
@@ -81,7 +82,7 @@ class RunsPages:
         }
         filters = filters_of(given)
         if file is not None and not file.exists():
-            return shown | {"runs": [], "count": 0, "pages": 1, "store": str(file), "is_missing": True}
+            return shown | {"runs": [], "count": 0, "pages": 1, "store": without_home(str(file)), "is_missing": True}
         with open_store(self.url, create=False) as store:
             runs = store.runs(filters, limit=PAGE, offset=PAGE * (page - 1))
             count = len(runs) if page == 1 and len(runs) < PAGE else store.count(filters)
@@ -91,7 +92,7 @@ class RunsPages:
             "runs": [_listed_run(run, longest) for run in runs],
             "count": count,
             "pages": max(1, -(-count // PAGE)),
-            "store": name,
+            "store": without_home(name),
             "is_missing": False,
         }
 
