@@ -82,7 +82,13 @@ class RunsPages:
         }
         filters = filters_of(given)
         if file is not None and not file.exists():
-            return shown | {"runs": [], "count": 0, "pages": 1, "store": without_home(str(file)), "is_missing": True}
+            return shown | {
+                "runs": [],
+                "count": 0,
+                "pages": 1,
+                "store": without_home(str(file)),
+                "is_missing": True,
+            }
         with open_store(self.url, create=False) as store:
             runs = store.runs(filters, limit=PAGE, offset=PAGE * (page - 1))
             count = len(runs) if page == 1 and len(runs) < PAGE else store.count(filters)

@@ -20,7 +20,6 @@ from tests.ui.pages.parsed import Parsed, faults_of
 from sigmascope.lora.compare import compare_loras
 from sigmascope.lora.inspect import inspect_lora
 from sigmascope.lora.together import inspect_together
-from sigmascope.ui import lora_pages
 from sigmascope.ui.app import make_app
 from sigmascope.ui.lora_pages import lora_part
 from sigmascope.ui.security import Limits
@@ -178,7 +177,7 @@ def test_a_full_disk_is_told(browser: TestClient, folder: Path, monkeypatch: pyt
         def close(self) -> None:
             """As files do."""
 
-    monkeypatch.setattr(lora_pages.Path, "open", lambda *_: Full())
+    monkeypatch.setattr(Path, "open", lambda *_: Full())
     answer = drop(browser, ("a.safetensors", lora_bytes()))
     assert answer.status_code == 507
     assert "No space left" in answer.text
