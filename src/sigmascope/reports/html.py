@@ -162,9 +162,9 @@ def template(name: str) -> jinja2.Template:
 
 
 def environment(*more: jinja2.BaseLoader) -> jinja2.Environment:
-    """Templates of this folder, and those of `more`. They make values harmless, and an undefined name is an error."""
+    """Templates of `more`, and those of this folder. They make values harmless, and an undefined name is an error."""
     made = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader("sigmascope.reports", ""), *more]),
+        loader=jinja2.ChoiceLoader([*more, jinja2.PackageLoader("sigmascope.reports", "")]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

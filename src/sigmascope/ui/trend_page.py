@@ -29,7 +29,7 @@ def trend_part(url: str) -> Part:
     async def index(request: Request) -> Response:
         chosen = request.query_params.get("of", "")
         values = await run_in_threadpool(_view, url, chosen)
-        return await page_of(request, "trend.html.jinja", **values)
+        return await page_of(request, "trends.html.jinja", **values)
 
     return Part(title="Trend", path="trend", routes=(Route("/trend", index),))
 
