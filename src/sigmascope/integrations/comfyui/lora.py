@@ -34,6 +34,7 @@ _DEEPEST: Final = 8
 _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at all"
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
 """What a LoRA changes, by the kind of output that has it."""
+_ARRIVES: Final = ("lora_arrives_weak", "lora_arrives_noisy")
 _GONE: Final = "the models were gone when the prompt ended"
 
 
@@ -259,14 +260,20 @@ def use_of(
 
 
 def _gravest(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Findings that are no mere facts, the best reason first: one about all of the file before one about a part of it."""
+    """Findings that are no mere facts, the best reason first.
+
+    Of a LoRA that does nothing, one about all of the file comes before one about a part of it; of one that acts, how much of
+    it arrives in weights that are stored coarsely.
+    """
 
     def is_about_a_part(finding: Mapping[str, Any]) -> bool:
         about, of = finding["evidence"].get("modules"), finding["evidence"].get("of")
         return about is not None and of is not None and about < of
 
     grave = [finding for finding in analysis["findings"] if finding["severity"] != "info"]
-    return sorted(grave, key=is_about_a_part) if analysis["effective"] is False else grave
+    if analysis["effective"] is False:
+        return sorted(grave, key=is_about_a_part)
+    return sorted(grave, key=lambda finding: finding["id"] not in _ARRIVES)
 
 
 def in_words(verdict: Mapping[str, Any]) -> str:
