@@ -667,6 +667,8 @@ def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int
         return "lbm"
     if _are_of_unet(shapes):
         return _unet_family(shapes)
+    if len(shapes) == 1 and not _NUMBERED.search(next(iter(shapes))):
+        return "unknown"  # one layer outside of blocks has a name that any model may use, such as `first`
     fitting = [family for family in families_with(shapes) if family_misfit(family, shapes) is None]
     candidates = likeliest(fitting, shapes)
     return candidates[0] if len(candidates) == 1 else "unknown"
