@@ -309,9 +309,8 @@ class LoraObserver(Observer):
     def attach(self, parts: WatchedParts) -> None:
         """Hear the same methods, and their own, of every component that can take adapters."""
         roles = {name: component.role for name, component in parts.facts.components.items()}
-        models = [
-            (model, roles[name]) for name in roles for model in _taking_adapters(parts.components[name])
-        ]
+        known = ((roles[name], part) for name, part in parts.components.items() if name in roles)
+        models = [(model, role) for role, part in known for model in _taking_adapters(part)]
         for model, role in models:
             self._models.put(unwrap(model) or model, role)
             for method in (*_MODEL_METHODS, *LORA_METHODS):
