@@ -2,7 +2,7 @@
 
 import csv
 import json
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,13 @@ def test_alone_it_lists_the_newest_first() -> None:
     assert ids("list") == ids() == ["bbbb2222", "aaaa1111"]
 
 
+def test_a_wide_row_of_a_query_is_a_list() -> None:
+    kept(on_day(1, "aaaa1111"))
+    lines = did("runs", "query", "SELECT * FROM runs").stdout.splitlines()
+    assert ["id", "aaaa1111"] in [line.split() for line in lines]
+    assert ["pipeline", "FluxPipeline"] in [line.split() for line in lines]
+
+
 def test_options_leave_some() -> None:
     kept(on_day(1, "a"), on_day(2, "b", pipeline="WanPipeline"), on_day(3, "c", error="ValueError"))
     assert ids("--pipeline", "wan") == ["b"]
@@ -79,6 +86,13 @@ def test_a_moment_may_be_so_long_ago() -> None:
     before = datetime.now(UTC)
     moment = datetime.fromisoformat(moment_of("90m", "--since"))
     assert before <= moment + timedelta(minutes=90) <= datetime.now(UTC)
+
+
+def test_a_moment_may_be_a_day_or_before_all_days() -> None:
+    begins = [datetime.fromisoformat(moment_of(day, "--since")) for day in ("yesterday", "today")]
+    assert all(day.astimezone().time().isoformat() == "00:00:00" for day in begins)
+    assert begins[0].astimezone().date() + timedelta(days=1) == begins[1].astimezone().date() == date.today()  # noqa: DTZ011 - the user's day
+    assert moment_of("999999w", "--since") == "0001-01-01T00:00:00.000000+00:00"
 
 
 def test_without_a_store_it_says_how_to_get_one() -> None:

@@ -13,7 +13,7 @@ from tests.history.kept_runs import kept_run
 
 from sigmascope.history import keeper
 from sigmascope.history.keeper import finish, keep, keep_all, unkept_files
-from sigmascope.history.location import KEEP, STORE, file_of, store_url, unkept_folder
+from sigmascope.history.location import KEEP, STORE, store_url, unkept_folder
 from sigmascope.history.store import open_store
 from sigmascope.records.serialization import load_run
 
@@ -140,6 +140,43 @@ def test_a_locked_store_is_not_waited_for_without_end(
     assert "locked" in said[0]
 
 
+def test_a_store_that_stays_locked_until_the_end_is_told_in_one_line(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sigmascope.history.store._WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(keeper, "LONGEST_WAIT_SECONDS", 0.3)
+    with open_store():
+        pass
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for _ in range(4):
+            keep(kept_run(), "watch", said.append)
+        finish()
+    monkeypatch.setattr(keeper, "LONGEST_WAIT_SECONDS", 10.0)
+    finish()
+    assert {load_run(path).id for path in unkept_files()} | set(kept_ids()) != set()
+    assert len(said) == 1
+    assert "locked" in said[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owners")
+def test_a_folder_of_another_user_gets_no_run_and_gives_none(
+    file: Path, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.parent.write_text("a file where the folder should be")
+    monkeypatch.setattr(keeper, "gettempdir", lambda: str(tmp_path))
+    theirs = tmp_path / f"sigmascope-{os.getuid()}.unkept"
+    theirs.mkdir()
+    kept_run().save(theirs / "planted.json")
+    user = os.getuid()
+    monkeypatch.setattr(keeper, "_unkept_folders", lambda url: (file, theirs))
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    keep_all([kept_run()], "watch", said.append)
+    assert "belongs to another user" in said[0]
+    assert unkept_files() == []
+    assert len(list(theirs.iterdir())) == 1
+
+
 def test_what_is_not_kept_in_time_is_written_as_json(
     file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,18 +215,38 @@ def test_a_forked_child_keeps_its_own_runs(file: Path, said: list[str]) -> None:
         ("/x/y.db", "sqlite:////x/y.db", "/x/y.unkept"),
         ("sqlite:////x/y.db", "sqlite:////x/y.db", "/x/y.unkept"),
         ("postgresql+psycopg://me@host/runs", "postgresql+psycopg://me@host/runs", None),
+        ("~/y.db", "sqlite:////home/me/y.db", "/home/me/y.unkept"),
+        ("sqlite:///~/y.db", "sqlite:////home/me/y.db", "/home/me/y.unkept"),
+        ("y.db", "sqlite:////work/y.db", "/work/y.unkept"),
+        ("sqlite:///y.db", "sqlite:////work/y.db", "/work/y.unkept"),
+        (" /x/a b%20.db ", "sqlite:////x/a b%20.db", "/x/a b%20.unkept"),
+        (":memory:", "sqlite:///:memory:", None),
+        ("/dev/null", "sqlite:////dev/null", None),
     ],
 )
 def test_where_runs_are_kept(
     named: str, url: str, beside: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    monkeypatch.setattr(os, "getcwd", lambda: "/work")
     assert store_url({STORE: named}) == url
-    if beside is not None:
-        assert unkept_folder(url) == Path(beside)
-    else:
-        monkeypatch.setenv("XDG_DATA_HOME", "/data")
-        assert file_of(url) is None
-        assert unkept_folder(url).name == "runs.unkept"
+    assert unkept_folder(url) == Path(beside or "/data/sigmascope/runs.unkept")
+
+
+@pytest.mark.parametrize("named", ["~nobody-of-this-name/y.db", "y.db"])
+def test_an_unknown_home_or_a_folder_that_is_gone_raises_nothing(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    assert store_url({STORE: named}) == f"sqlite:///{named}"
+
+
+def test_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store_url({STORE: " "}) == store_url({})
 
 
 def test_by_default_they_are_kept_among_the_user_s_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_words_that_can_mean_a_run(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["run.json", "a/b", "x", "@", "@a b", "runs.jsonl", "/tmp/abcd", "a b c d", ""]
+    "text", ["run.json", "a/b", "x", "@", "@a b", "runs.jsonl", "/tmp/abcd", "a b c d", "\udcffabcd", ""]
 )
 def test_words_that_cannot(text: str) -> None:
     assert not is_reference(text)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from sqlalchemy.exc import OperationalError
 from tests.history.kept_runs import kept_run
 
 from sigmascope.errors import ConfigError, OtherRunError, StoreError
@@ -260,7 +261,30 @@ def test_another_program_s_database_is_no_store(file: Path) -> None:
 
 def test_a_folder_is_no_store(file: Path) -> None:
     file.mkdir(parents=True)
-    assert "cannot be opened" in refusal().message
+    assert "is a folder" in refusal().message
+
+
+def test_a_device_is_no_store() -> None:
+    assert "is no file" in refusal("sqlite:////dev/null").message
+
+
+def test_a_closed_file_beside_the_store_is_named(
+    store: Store, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader of a closed store leaves a closed file for sharing, which stays closed when the store is opened again."""
+    shared = file.with_name(f"{file.name}-shm")
+    shared.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != shared)
+    with pytest.raises(StoreError) as refused, store._told():
+        raise OperationalError("", {}, sqlite3.OperationalError("attempt to write a readonly database"))
+    assert refused.value.hint == f"Check the permissions of {shared}."
+
+
+def test_a_disk_without_room_for_what_readers_share_is_full(store: Store) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorname = "SQLITE_IOERR_SHMSIZE"
+    with pytest.raises(StoreError, match="has no room"), store._told():
+        raise OperationalError("", {}, error)
 
 
 def test_a_read_only_store_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +350,22 @@ def test_many_threads_may_make_it_at_once(file: Path) -> None:
         assert store.count() == 4
 
 
-@pytest.mark.parametrize("url", ["nonsense://x", "postgresql+nonsense://x", "://", "sqlite://host/x.db"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nonsense://x",
+        "postgresql+nonsense://x",
+        "://",
+        "sqlite://host/x.db",
+        "mysql://me@host/x",
+        "postgresql+psycopg2://me@host/x",
+        "sqlite+aiosqlite:////x.db",
+        "sqlite://",
+        "sqlite:///:memory:",
+        "sqlite:////x.db?mode=ro",
+        "sqlite:///file:/x.db?uri=true",  # whose file everybody could read
+    ],
+)
 def test_a_url_that_makes_no_sense_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="SIGMASCOPE_STORE"), open_store(url):
         pass
@@ -335,6 +374,37 @@ def test_a_url_that_makes_no_sense_is_refused(url: str) -> None:
 def test_a_password_is_not_told() -> None:
     pytest.importorskip("psycopg")
     assert Store("postgresql+psycopg://me:secret@host/runs").name == "postgresql+psycopg://me:***@host/runs"
+    assert "secret" not in Store("postgresql+psycopg://host/runs?user=me&password=secret").name
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql"])
+def test_postgresql_is_reached_by_psycopg(scheme: str) -> None:
+    pytest.importorskip("psycopg")
+    assert Store(f"{scheme}://me@host/runs").name == "postgresql+psycopg://me@host/runs"
+
+
+@pytest.mark.parametrize("limit", [10, 10**20])
+def test_a_limit_may_be_larger_than_any_store(store: Store, limit: int) -> None:
+    store.add(kept_run(), "watch")
+    assert len(store.runs(limit=limit)) == 1
+    assert store.query("SELECT 1", limit=limit)[1] == [(1,)]
+
+
+def test_text_of_another_encoding_is_refused_in_words(store: Store) -> None:
+    with pytest.raises(ConfigError, match="cannot be asked"):
+        store.runs(Filters(pipeline="\udcff"))
+    with pytest.raises(ConfigError, match="query failed"):
+        store.query("SELECT '\udcff'")
+
+
+def test_columns_of_one_name_are_told_apart(store: Store) -> None:
+    assert store.query("SELECT 1 AS a, 2 AS a, 3 AS a_2, 4 AS a")[0] == ["a", "a_2", "a_2_2", "a_3"]
+
+
+@pytest.mark.parametrize("sql", ["", "  ", "-- nothing"])
+def test_an_empty_query_is_refused(store: Store, sql: str) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        store.query(sql)
 
 
 def test_a_damaged_record_says_so(store: Store, file: Path) -> None:

@@ -7,6 +7,7 @@ in. At the end of the process its last runs are waited for, but not for long.
 import atexit
 import os
 import queue
+import stat
 import sys
 import threading
 import time
@@ -78,6 +79,7 @@ class Keeper:
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._told: set[str] = set()
+        self._told_where: set[str] = set()
         self._opened: tuple[str, ExitStack, "Store"] | None = None
 
     def __enter__(self) -> "Keeper":
@@ -109,11 +111,11 @@ class Keeper:
         under_way = self._under_way
         if under_way is not None:
             run, _, say, url = under_way
-            self._write_beside(run, say, url, "keeping the last runs took too long")
+            self._write_beside(run, say, url)
         with suppress(queue.Empty):
             while True:
                 run, _, say, url = self._work.get_nowait()
-                self._write_beside(run, say, url, "keeping the last runs took too long")
+                self._write_beside(run, say, url)
                 self._one_less()
 
     def _write_all(self) -> None:
@@ -176,13 +178,16 @@ class Keeper:
             with suppress(Exception):
                 stack.close()
 
-    def _write_beside(self, run: Run, say: Say, url: str, reason: str) -> None:
-        reason = " ".join(reason.split()).rstrip(".")
+    def _write_beside(self, run: Run, say: Say, url: str, reason: str | None = None) -> None:
+        """Write a run as JSON, and say why; no reason: the time was up, which is news only where nothing was said yet."""
+        is_known = reason is None and url in self._told_where
+        reason = " ".join((reason or "keeping the last runs took too long").split()).rstrip(".")
         name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.json"
         refused = ""
         for folder in _unkept_folders(url):
             try:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _require_own(folder)
                 save_run(run, folder / name)
             except (OSError, SigmascopeError, TypeError) as failure:
                 refused = str(failure)
@@ -191,7 +196,9 @@ class Keeper:
                 break
         else:
             line = f"{reason}; the run was not kept ({refused})"
-        self._tell(say, line)
+        self._told_where.add(url)
+        if not is_known:
+            self._tell(say, line)
 
     def _tell(self, say: Say, line: str) -> None:
         """Say a line once."""
@@ -203,8 +210,28 @@ class Keeper:
 
 def unkept_files() -> list[Path]:
     """Records that the store did not take, the oldest first."""
-    folders = _unkept_folders(store_url())
-    return [file for folder in folders if folder.is_dir() for file in sorted(folder.glob("*.json"))]
+    found: list[Path] = []
+    for folder in _unkept_folders(store_url()):
+        with suppress(OSError):  # it is not there, or another user's
+            _require_own(folder)
+            found += sorted(folder.glob("*.json"))
+    return found
+
+
+def _require_own(folder: Path) -> None:
+    """Refuse a folder that another user made where everybody may: they would be given the run, or plant one.
+
+    Raises:
+        OSError: It is not there, or not this user's.
+    """
+    facts = folder.lstat()
+    is_shared = folder.parent == Path(gettempdir())
+    if (
+        is_shared
+        and hasattr(os, "getuid")
+        and (facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode))
+    ):
+        raise PermissionError(f"{folder} belongs to another user")
 
 
 def _unkept_folders(url: str) -> tuple[Path, Path]:

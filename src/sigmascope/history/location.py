@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,8 @@ STORE: Final = "SIGMASCOPE_STORE"
 KEEP: Final = "SIGMASCOPE_KEEP"
 """The environment variable that is "0" where no run is to be kept."""
 SQLITE: Final = "sqlite:///"
+IN_MEMORY: Final = ":memory:"
+"""SQLite's name of a database that ends with the process."""
 _FILE: Final = "runs.db"
 
 
@@ -21,11 +24,21 @@ def is_kept(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def store_url(environment: Mapping[str, str] = os.environ) -> str:
-    """The URL of the store, as SQLAlchemy has it."""
-    named = environment.get(STORE)
+    """The URL of the store, as SQLAlchemy has it. The path of an SQLite file is whole in it, whatever folder comes next."""
+    named = environment.get(STORE, "").strip()
     if not named:
         return f"{SQLITE}{data_folder() / _FILE}"
-    return named if "://" in named else f"{SQLITE}{Path(named).absolute()}"
+    scheme, separator, path = named.partition(":///") if "://" in named else ("sqlite", ":///", named)
+    is_file = separator and scheme.partition("+")[0] == "sqlite" and path not in ("", IN_MEMORY)
+    return f"{scheme}{separator}{_whole(path)}" if is_file else f"{scheme}{separator}{path}"
+
+
+def _whole(path: str) -> str:
+    """From the root on. Where neither the home nor the working folder is known, opening the file tells."""
+    expanded = os.path.expanduser(path)  # noqa: PTH111 - leaves ~ where there is no home, where `Path` raises
+    with suppress(OSError):
+        return os.path.abspath(expanded)  # noqa: PTH100 - as above
+    return expanded
 
 
 def data_folder() -> Path:
@@ -37,7 +50,7 @@ def file_of(url: str) -> Path | None:
     """The file of an SQLite store; None: it is no file."""
     scheme, _, rest = url.partition(":///")
     path = rest.partition("?")[0]
-    return Path(path) if scheme.partition("+")[0] == "sqlite" and path not in ("", ":memory:") else None
+    return Path(path) if scheme.partition("+")[0] == "sqlite" and path not in ("", IN_MEMORY) else None
 
 
 def unkept_folder(url: str) -> Path:
@@ -52,4 +65,5 @@ def live_folder(url: str) -> Path:
 
 def _beside(url: str, ending: str) -> Path:
     file = file_of(url)
-    return data_folder() / f"runs{ending}" if file is None else file.with_suffix(ending)
+    is_device = file is not None and os.path.exists(file) and not (file.is_file() or file.is_dir())  # noqa: PTH110 - False where a folder is closed, where `Path` raises
+    return data_folder() / f"runs{ending}" if file is None or is_device else file.with_suffix(ending)

@@ -7,7 +7,7 @@ what narrows a list down.
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, time, timedelta
 from typing import TYPE_CHECKING, Final
 
 from sigmascope.errors import ConfigError, StoreError
@@ -21,14 +21,17 @@ TAG: Final = re.compile(r"[^\s@~,/\\]{1,100}")
 _ID: Final = re.compile(r"[^\s@~/\\]{4,}")
 _MOST_LISTED: Final = 5
 _AGO: Final = re.compile(r"([0-9]{1,6})([mhdw])")
+_DAYS: Final = {"today": 0, "yesterday": 1}
 _AGO_UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def is_reference(text: str) -> bool:
     """Whether a word can mean a run of the store: `latest`, a tag, or the beginning of an id."""
-    return bool(
-        _LATEST.fullmatch(text) or (TAG.fullmatch(text.removeprefix("@")) and text.startswith("@"))
-    ) or (_ID.fullmatch(text) is not None and not text.endswith((".json", ".jsonl")))
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # no text of any store
+        return False
+    is_tag = text.startswith("@") and TAG.fullmatch(text.removeprefix("@")) is not None
+    is_id = _ID.fullmatch(text) is not None and not text.endswith((".json", ".jsonl"))
+    return _LATEST.fullmatch(text) is not None or is_tag or is_id
 
 
 def runs_of(reference: str, store: "Store") -> "list[KeptRun]":
@@ -123,7 +126,7 @@ def filters_of(texts: Mapping[str, str | None]) -> "Filters":
 
 
 def moment_of(text: str, flag: str) -> str:
-    """A moment as the store writes it: of a date, a date and time (in the local time zone), or so long ago.
+    """A moment as the store writes it: of a date, a date and time (in the local time zone), a day's name, or so long ago.
 
     Raises:
         ConfigError: It is none of these.
@@ -131,10 +134,17 @@ def moment_of(text: str, flag: str) -> str:
     from sigmascope.history.row import moment_in_utc
 
     ago = _AGO.fullmatch(text)
-    with suppress(ValueError, OverflowError):
-        if ago is not None:
-            return moment_in_utc(datetime.now(UTC) - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])}))
-        return moment_in_utc(datetime.fromisoformat(text))
+    with suppress(ValueError):
+        try:
+            if ago is not None:
+                return moment_in_utc(datetime.now(UTC) - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])}))
+            if text in _DAYS:
+                today = datetime.now().astimezone().replace(tzinfo=None)
+                return moment_in_utc(datetime.combine(today - timedelta(days=_DAYS[text]), time()))
+            return moment_in_utc(datetime.fromisoformat(text))
+        except OverflowError:  # before the first year
+            return moment_in_utc(datetime.min.replace(tzinfo=UTC))
     raise ConfigError(
-        f"{flag} is {text!r}.", hint="Give a date such as 2026-03-01, or 12h, 7d or 2w for so long ago."
+        f"{flag} is {text!r}.",
+        hint="Give a date such as 2026-03-01, today or yesterday, or 12h, 7d or 2w for so long ago.",
     )

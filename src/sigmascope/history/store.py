@@ -7,9 +7,11 @@ rollback journal. Each run is one transaction: it is in the store as a whole, or
 Whatever the database refuses becomes a `StoreError` that says why in a word: locked, full, damaged, read-only, newer.
 """
 
+import itertools
 import os
 import random
 import sqlite3
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,7 +49,7 @@ from sqlalchemy.exc import (
 
 from sigmascope.errors import ConfigError, OtherRunError, SigmascopeError, StoreError
 from sigmascope.files import reason_of
-from sigmascope.history.location import file_of, store_url
+from sigmascope.history.location import IN_MEMORY, KEEP, STORE, file_of, store_url
 from sigmascope.history.row import Row, moment_in_utc, row_of
 from sigmascope.history.tables import LORAS, NOTES, RECORDS, REVISION, RUNS, TAGS
 from sigmascope.installation import install_extra
@@ -60,6 +62,12 @@ MOST_BYTES: Final = 1_000_000_000
 """Of records, compressed."""
 _WAIT_SECONDS: Final = 10.0
 """For another process that writes."""
+_READ_ONLY: Final = "readonly"
+"""Of SQLite's words: it may not write."""
+_BACKENDS: Final = (("sqlite", ""), ("sqlite", "pysqlite"), ("postgresql", "psycopg"))
+"""Databases and drivers that a store can be of."""
+_NO_ROOM_TO_SHARE: Final = "SQLITE_IOERR_SHMSIZE"
+"""What SQLite calls a full disk where it makes the file beside the store that readers share."""
 _LOCKED: Final = "is locked"
 """Of SQLite's words: another process has the lock."""
 _PREPARING: Final = 7305
@@ -187,9 +195,7 @@ class Store:
     def __init__(self, url: str) -> None:
         self._url = _checked(url)
         self.file = file_of(url)
-        self.name = (
-            str(self.file) if self.file is not None else self._url.render_as_string(hide_password=True)
-        )
+        self.name = str(self.file) if self.file is not None else _without_password(self._url)
         self.is_new = False
         self._engine = self._made_engine()
 
@@ -251,15 +257,34 @@ class Store:
             yield
         except SQLAlchemyError as error:
             raise self._refusal(error) from error
+        except (UnicodeError, OverflowError) as error:  # a name in another encoding, a number beyond any
+            raise ConfigError(
+                f"The store of runs cannot be asked for this ({printable(str(error))}).",
+                hint="Check what you typed.",
+            ) from error
 
     def _refusal(self, error: SQLAlchemyError) -> StoreError:
         """The reason in a word, and what to do."""
         cause = error.orig if isinstance(error, DBAPIError) else error
         words = printable(" ".join(str(cause).split()))
+        if getattr(cause, "sqlite_errorname", None) == _NO_ROOM_TO_SHARE:
+            words = f"{words}: disk is full"
         for part, reason, hint in _REASONS:
             if part in words:
+                closed = self._closed_files() if part == _READ_ONLY else ""
+                hint = f"Check the permissions of {closed}." if closed else hint
                 return StoreError(f"The store of runs {self.name} {reason} ({words}).", hint=hint)
         return StoreError(f"The store of runs {self.name} cannot be used ({words}).", hint="Check the store.")
+
+    def _closed_files(self) -> str:
+        """Which of the files of an SQLite store cannot be written: those that readers share may be closed alone."""
+        if self.file is None:
+            return ""
+        files = [
+            self.file.parent,
+            *(self.file.with_name(self.file.name + end) for end in ("", "-wal", "-shm")),
+        ]
+        return ", ".join(str(file) for file in files if os.path.exists(file) and not os.access(file, os.W_OK))  # noqa: PTH110 - as in `prepare`
 
     def prepare(self, *, create: bool) -> None:
         """Make the tables, or bring them up to date.
@@ -267,13 +292,19 @@ class Store:
         Raises:
             StoreError: There is no store and none is to be made, it is of a later version, or it cannot be used.
         """
-        if self.file is not None and not self.file.exists():
+        if self.file is not None and not os.path.exists(self.file):  # noqa: PTH110 - where `Path` raises, opening it tells
             if not create:
                 raise StoreError(
                     f"No run is kept yet: there is no {self.name}.",
                     hint="Make one with sigmascope watch SCRIPT, or take files in: sigmascope runs import.",
                 )
             self._make_file(self.file)
+        elif self.file is not None and not os.path.isfile(self.file):  # noqa: PTH113 - as above
+            what = "a folder" if os.path.isdir(self.file) else "no file"  # noqa: PTH112 - as above
+            raise StoreError(
+                f"The store of runs {self.name} is {what}.",
+                hint=f"Name a file: {STORE}=/path/runs.db. To keep no runs: {KEEP}=0",
+            )
         with self._reading() as connection:
             revision = _revision(connection)
         if revision == REVISION:
@@ -426,7 +457,7 @@ class Store:
     ) -> list[KeptRun]:
         """The runs without their records, the newest first."""
         chosen = _chosen(select(RUNS), filters).order_by(RUNS.c.started_at.desc(), RUNS.c.number.desc())
-        return self._listed(chosen.limit(limit).offset(offset))
+        return self._listed(chosen.limit(None if limit is None else min(limit, sys.maxsize)).offset(offset))
 
     def runs_of_id(self, beginning: str, *, limit: int) -> list[KeptRun]:
         """The runs whose id begins so; one whose id is just that comes alone."""
@@ -525,7 +556,7 @@ class Store:
             ) from error
 
     def query(self, sql: str, *, limit: int | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """What an SQL query gives: the names of its columns, and its rows. It cannot change anything.
+        """What an SQL query gives: the names of its columns, each another, and its rows. It cannot change anything.
 
         Raises:
             ConfigError: The database refuses the query.
@@ -536,28 +567,24 @@ class Store:
                     raw = cast(Any, connection.connection.driver_connection)
                     raw.set_authorizer(_only_reads)
                     try:
-                        cursor = raw.execute(sql)
-                        names = [column[0] for column in cursor.description or ()]
-                        return names, cursor.fetchall() if limit is None else cursor.fetchmany(limit)
+                        return _answer(raw.execute(sql), limit)
                     finally:
                         raw.set_authorizer(None)
                 with connection.begin():
                     connection.execute(text("SET TRANSACTION READ ONLY"))
                     raw = cast(Any, connection.connection.driver_connection)
                     # A prepared statement is one statement: no second one could end the transaction and write.
-                    cursor = raw.execute(sql, prepare=True)
-                    names = [column.name for column in cursor.description or ()]
-                    rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
-                    return names, rows
+                    return _answer(raw.execute(sql, prepare=True), limit)
             except SigmascopeError:
                 raise
             except Exception as error:  # the driver's own errors, which differ by driver
                 drivers = ("sqlite3", "psycopg")
-                if not isinstance(error, SQLAlchemyError) and not type(error).__module__.startswith(drivers):
+                known = (SQLAlchemyError, UnicodeError)
+                if not isinstance(error, known) and not type(error).__module__.startswith(drivers):
                     raise
                 cause = error.orig if isinstance(error, DBAPIError) else error
                 raise ConfigError(
-                    f"The query failed: {' '.join(str(cause).split())}.",
+                    f"The query failed: {printable(' '.join(str(cause).split())).rstrip('.')}.",
                     hint="The tables are in docs/history.md; a query can only read.",
                 ) from error
 
@@ -579,14 +606,20 @@ COMPARABLE: Final = (
 
 _REASONS: Final = (
     (_LOCKED, "is locked by another process", "Try again once that is done."),
-    ("disk is full", "has no room", "Free some space, or drop runs: sigmascope runs prune --most 1000"),
+    (
+        "disk is full",
+        "has no room",
+        "Free some space on its disk, or name another: SIGMASCOPE_STORE=/path/runs.db",
+    ),
     ("disk I/O error", "cannot be read or written", "Check the disk."),
-    ("readonly", "is read-only", "Check its permissions, or name another: SIGMASCOPE_STORE=/path/runs.db"),
+    (_READ_ONLY, "is read-only", "Check its permissions, or name another: SIGMASCOPE_STORE=/path/runs.db"),
     ("not a database", "is damaged, or no store", "Move it away; a new one is made."),
     ("malformed", "is damaged", "Move it away; a new one is made. What sqlite3 .recover saves can be read."),
     ("no such table", "is damaged, or no store", "Move it away; a new one is made."),
     ("no such column", "is damaged, or no store", "Move it away; a new one is made."),
     ("unable to open", "cannot be opened", "Check the path and its permissions."),
+    ("failed to resolve host", "does not answer", "Check the name of the server."),
+    ("timeout expired", "does not answer", "Check that the server runs."),
     ("could not connect", "does not answer", "Check that the server runs."),
     ("connection failed", "does not answer", "Check that the server runs."),
     ("connection is bad", "does not answer", "Check that the server runs."),
@@ -595,18 +628,33 @@ _REASONS: Final = (
 
 
 def _checked(url: str) -> URL:
+    """The URL of a file of SQLite, or of PostgreSQL by psycopg: nothing else keeps runs."""
     try:
         checked = make_url(url)
-        checked.get_backend_name()
+        if checked.drivername in ("postgres", "postgresql"):
+            checked = checked.set(drivername="postgresql+psycopg")
+        backend = checked.get_backend_name()
         checked.get_dialect()
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise _no_store(error) from error
+    if (backend, checked.drivername.partition("+")[2]) not in _BACKENDS:
+        raise _no_store(f"{checked.drivername} is neither SQLite nor PostgreSQL by psycopg")
+    if backend == "sqlite":
+        if checked.query:
+            raise _no_store("an SQLite file is a path alone, with no ? in it")
+        if checked.database in (None, "", IN_MEMORY):
+            raise _no_store("what is in memory is gone with the process")
     return checked
 
 
-def _no_store(error: Exception) -> ConfigError:
+def _without_password(url: URL) -> str:
+    """The URL for a message; what follows its ? may hold a password, too."""
+    return url.set(query={}).render_as_string(hide_password=True)
+
+
+def _no_store(why: object) -> ConfigError:
     return ConfigError(
-        f"SIGMASCOPE_STORE is no store ({' '.join(str(error).split())}).",
+        f"SIGMASCOPE_STORE is no store ({' '.join(str(why).split())}).",
         hint="Give the path of an SQLite file, or postgresql+psycopg://user@host/database",
     )
 
@@ -644,6 +692,17 @@ def _begin(connection: Connection) -> None:
                 time.sleep(random.uniform(0.001, 0.01))
     finally:
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(1000 * _WAIT_SECONDS)}")
+
+
+def _answer(cursor: Any, limit: int | None) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Columns and rows; the second column of a name gets a number, so that none is lost where they become keys."""
+    names: list[str] = []
+    for name, *_ in cursor.description or ():
+        same = (f"{name}_{number}" if number > 1 else name for number in itertools.count(1))
+        names.append(next(free for free in same if free not in names))
+    if not names:
+        raise ConfigError("The query is empty.", hint="Write one: sigmascope runs query 'SELECT * FROM runs'")
+    return names, list(itertools.islice(cursor, None if limit is None else min(limit, sys.maxsize)))
 
 
 def _only_reads(action: int, *_: object) -> int:

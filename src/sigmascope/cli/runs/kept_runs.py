@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _ID_SHOWN: Final = 8
 """Letters: 32 bits, so that among 10,000 runs some one in a hundred stores has two that look alike."""
+_MOST_COLUMNS: Final = 6
+"""Of a table that is too wide for the terminal, and folds its cells; with more of them each row is a list."""
+_WIDEST: Final = 100_000
 
 
 app = typer.Typer(rich_markup_mode="rich")
@@ -57,7 +60,9 @@ class Chosen:
     ] = None
     since: Annotated[
         str | None,
-        typer.Option("--since", help="Not earlier: 2026-03-01, 2026-03-01T14:30, or ago: 90m, 12h, 7d, 2w."),
+        typer.Option(
+            "--since", help="Not earlier: 2026-03-01, 2026-03-01T14:30, yesterday, or ago: 90m, 12h, 7d, 2w."
+        ),
     ] = None
     until: Annotated[str | None, typer.Option("--until", help="Earlier than that, written as --since.")] = (
         None
@@ -381,10 +386,19 @@ def query(
             [{name: _json_value(value) for name, value in zip(names, row, strict=True)} for row in rows]
         )
         return
-    made = table(*names, left=names, rows=[[plain(_shown(value)) for value in row] for row in rows])
-    for column in made.columns:
-        column.no_wrap, column.overflow = False, "fold"
-    Console().print(made)
+    console = Console()
+    shown = [[plain(_shown(value)) for value in row] for row in rows]
+    made = table(*names, left=names, rows=shown)
+    made.columns[0].no_wrap = True
+    if console.measure(made, options=console.options.update(max_width=_WIDEST)).maximum <= console.width:
+        console.print(made)
+    elif len(names) > _MOST_COLUMNS:
+        for row in shown:
+            console.print(facts(zip(names, row, strict=True)), "")
+    else:
+        for column in made.columns:
+            column.no_wrap, column.overflow = False, "fold"
+        console.print(made)
 
 
 def _shown(value: object) -> object:
