@@ -1,5 +1,6 @@
 """Ctrl-C in the middle of `Thread.start`, when the thread runs and nobody has learnt of it."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -8,10 +9,12 @@ from unittest.mock import patch
 
 import pytest
 
+from sigmascope import threads
 from sigmascope.integrations.process_recording import PeriodicSaver
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.live_line import LiveLine
 from sigmascope.records.performance import PerformanceMetrics
+from sigmascope.threads import unforked
 
 
 class Shown:
@@ -53,3 +56,49 @@ def test_ctrl_c_while_a_thread_starts_leaves_none(tmp_path: Path, begins: Callab
         time.sleep(0.01)
     assert left() == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_waits_for_imports_of_our_threads() -> None:
+    """A module that another thread was importing would stay half imported in the child."""
+    is_within, imported = threading.Event(), list[str]()
+
+    def work() -> None:
+        with unforked():
+            is_within.set()
+            time.sleep(0.2)
+            imported.append("all of it")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    is_within.wait(10)
+    process = os.fork()
+    if process == 0:
+        with unforked():  # the child's lock is free
+            os._exit(0 if imported else 1)
+    assert os.waitpid(process, 0)[1] == 0
+    thread.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_does_not_wait_for_an_import_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_MOST_FORK_SECONDS", 0.01)
+    is_within, is_over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with unforked():
+            is_within.set()
+            is_over.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    is_within.wait(10)
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+    assert thread.is_alive()
+    is_over.set()
+    thread.join()

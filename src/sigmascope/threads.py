@@ -4,9 +4,15 @@ A host may be capturing a CUDA graph, during which a call of CUDA by any other t
 So nothing of ours calls a device's driver off the thread that the host works in. `own_thread` makes every thread of a
 monitor with its hands off devices, and `hands_off` does the same for a part of another thread's work. What PyTorch's
 allocator and NVML count may be read everywhere.
+
+A host may also fork. A module that a thread of ours was importing then would stay half imported in the child, and locked: who
+imports it there fails, or waits for good. And SQLite takes the locks of an open database for the child's own, so that it finds
+it locked for good. So a thread of ours imports and opens databases in the block of `unforked`, for which a fork waits.
 """
 
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +67,56 @@ def hands_off() -> Iterator[None]:
 def has_hands_off() -> bool:
     """Whether this thread must not call a device's driver now."""
     return getattr(_HERE, "hands_off", False)
+
+
+_MOST_FORK_SECONDS = 5.0
+"""A fork waits no longer: an import may hang, on a disk of another machine."""
+_unforked = threading.RLock()
+_forking: set[int] = set()
+"""Threads that fork, or wait to do so."""
+_waited = threading.local()
+
+
+@contextmanager
+def unforked() -> Iterator[None]:
+    """Let forks by other threads wait for the block."""
+    with _unforked:
+        yield
+
+
+def is_fork_waiting() -> bool:
+    """Whether another thread wants to fork."""
+    return bool(_forking)
+
+
+def let_forks_pass() -> None:
+    """Inside the block of `unforked`, and of no other such block: let those fork that wait."""
+    while _forking:
+        _unforked.release()
+        time.sleep(0.001)
+        _unforked.acquire()
+
+
+def _before_fork() -> None:
+    _forking.add(threading.get_ident())
+    _waited.has_lock = _unforked.acquire(timeout=_MOST_FORK_SECONDS)
+
+
+def _after_fork() -> None:
+    _forking.discard(threading.get_ident())
+    if _waited.has_lock:
+        _unforked.release()
+
+
+def _begin_anew() -> None:
+    """The child's lock is its own."""
+    global _unforked
+    _unforked = threading.RLock()
+    _forking.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_begin_anew)
 
 
 def start_thread(thread: threading.Thread, stop: threading.Event) -> None:

@@ -209,6 +209,52 @@ def test_a_forked_child_keeps_its_own_runs(file: Path, said: list[str]) -> None:
     assert sorted(kept_ids()) == ["child", "parent"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_while_runs_are_written_keeps_its_own(file: Path, said: list[str]) -> None:
+    """SQLite would take the locks of its parent's open store for the child's."""
+    children = []
+    for number in range(4):
+        for part in "abc":
+            keep(kept_run(id=f"parent {number}{part}"), "watch", said.append)
+        child = os.fork()
+        if child == 0:
+            keep(kept_run(id=f"child {number}"), "watch", said.append)
+            finish()
+            os._exit(len(unkept_files()))
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    finish()
+    assert len([name for name in kept_ids() if name.startswith("child")]) == 4
+    assert len(kept_ids()) == 16
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_while_the_store_is_locked_writes_json(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sigmascope.history.store._WAIT_SECONDS", 1.0)
+    monkeypatch.setattr("sigmascope.threads._MOST_FORK_SECONDS", 0.01)
+    with open_store():
+        pass
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        keep(kept_run(id="parent"), "watch", said.append)
+        deadline = time.monotonic() + 5
+        while not keeper._keeper or keeper._keeper.url_in_use is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        child = os.fork()
+        if child == 0:
+            keep(kept_run(id="child"), "watch", said.append)
+            finish()
+            os._exit("was open" not in said[-1])
+        assert os.waitpid(child, 0)[1] == 0
+        finish()
+    assert {load_run(path).id for path in unkept_files()} == {"parent", "child"}
+
+
 @pytest.mark.parametrize(
     ("named", "url", "beside"),
     [

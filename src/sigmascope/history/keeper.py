@@ -18,12 +18,12 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Final
 
-from sigmascope.errors import SigmascopeError
+from sigmascope.errors import SigmascopeError, StoreError
 from sigmascope.files import without_home
 from sigmascope.history.location import KEEP, is_kept, store_url, unkept_folder
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import save_run
-from sigmascope.threads import own_thread
+from sigmascope.threads import is_fork_waiting, let_forks_pass, own_thread, unforked
 
 if TYPE_CHECKING:
     from sigmascope.history.store import Store
@@ -81,6 +81,8 @@ class Keeper:
         self._told: set[str] = set()
         self._told_where: set[str] = set()
         self._opened: tuple[str, ExitStack, "Store"] | None = None
+        self.url_in_use: str | None = None
+        """Of the store that is open, or being opened."""
 
     def __enter__(self) -> "Keeper":
         return self
@@ -121,11 +123,15 @@ class Keeper:
     def _write_all(self) -> None:
         """Keep all that waits; the thread ends with the last of it."""
         is_last = False
-        while not is_last:
-            self._under_way = self._work.get()
-            self.write(*self._under_way)
-            self._under_way = None
-            is_last = self._one_less()
+        with unforked():
+            while not is_last:
+                self._under_way = self._work.get()
+                self.write(*self._under_way)
+                self._under_way = None
+                is_last = self._one_less()
+                if is_fork_waiting():
+                    self._close()
+                    let_forks_pass()
 
     def _one_less(self) -> bool:
         """Whether nothing waits any more."""
@@ -166,9 +172,14 @@ class Keeper:
         if self._opened is not None and self._opened[0] == url:
             return self._opened[2]
         self._close()
+        if url in _open_at_fork:
+            raise StoreError(
+                "The store of runs was open when this process was forked.", hint="Start it anew."
+            )
         from sigmascope.history.store import open_store
 
         stack = ExitStack()
+        self.url_in_use = url
         self._opened = (url, stack, stack.enter_context(open_store(url)))
         return self._opened[2]
 
@@ -177,6 +188,7 @@ class Keeper:
             stack, self._opened = self._opened[1], None
             with suppress(Exception):
                 stack.close()
+        self.url_in_use = None
 
     def _write_beside(self, run: Run, say: Say, url: str, reason: str | None = None) -> None:
         """Write a run as JSON, and say why; no reason: the time was up, which is news only where nothing was said yet."""
@@ -240,6 +252,8 @@ def _unkept_folders(url: str) -> tuple[Path, Path]:
     return unkept_folder(url), Path(gettempdir(), f"sigmascope-{user}.unkept")
 
 
+_open_at_fork: Final[dict[str, Keeper]] = {}
+"""By URL, stores that this process must neither open nor close: its parent had them open for longer than a fork waits."""
 _keeper: Keeper | None = None
 _making = threading.Lock()
 
@@ -259,6 +273,8 @@ def _keeper_of_process() -> Keeper:
 def _begin_anew() -> None:
     """A child that was forked has none of its parent's threads, and perhaps a lock that nobody will open."""
     global _keeper, _making
+    if _keeper is not None and _keeper.url_in_use is not None:
+        _open_at_fork[_keeper.url_in_use] = _keeper
     _keeper, _making = None, threading.Lock()
 
 
