@@ -70,6 +70,39 @@ def test_runs_of_other_work_are_no_measure(told: Told) -> None:
     assert told(on_day(9, 30.0)) is None
 
 
+def of_a_script(day: int, seconds: float, **other: Any) -> Run:
+    """A run that takes a minute to load before its generation."""
+    run = on_day(day, seconds, **other)
+    generation = replace(run.stages[0], started_seconds=60.0)
+    return replace(run, seconds=60.0 + seconds, stages=(generation,))
+
+
+def test_a_slower_generation_is_told_where_loading_hides_it(told: Told) -> None:
+    for day in range(1, 6):
+        assert told(of_a_script(day, 10.0 + day / 10)) is None
+    line = told(of_a_script(9, 16.0, more={"surroundings": {"deterministic algorithms": "True"}}))
+    assert line is not None
+    assert line.startswith(
+        "its generations are slower than in each of the last 5 runs like it: 1.60 × as long (9.40 s → 15.00 s): "
+    )
+    assert "in the steps of denoising" in line
+
+
+@pytest.mark.parametrize("waited", [0.0, 5.0])
+def test_a_generation_that_waited_for_a_processor_is_not_blamed(told: Told, waited: float) -> None:
+    def beside_others(day: int, seconds: float, waits: float) -> Run:
+        run = of_a_script(day, seconds)
+        processor = {"own_seconds": 9.0, "waited_seconds": waits}
+        generation = replace(run.stages[0], facts={**run.stages[0].facts, "processor": processor})
+        return replace(
+            run, stages=(generation,), facts={"processor": {"own_seconds": 20.0, "waited_seconds": waits}}
+        )
+
+    for day in range(1, 6):
+        told(beside_others(day, 10.0, 0.0))
+    assert (told(beside_others(9, 16.0, waited)) is None) == (waited > 0)
+
+
 def test_a_run_that_waited_for_a_processor_is_not_blamed(told: Told) -> None:
     for day in range(1, 6):
         told(on_day(day, 10.0, facts={"processor": {"own_seconds": 9.0, "waited_seconds": 0.1}}))

@@ -1,17 +1,24 @@
 """A run beside the runs like it that were kept before: is it slower than all of them, is its output another?
 
 Whether a difference is noise is decided as everywhere (`analysis.run_comparison`). One run is held against the slowest of
-the earlier ones, since a first run of a process, which loads and compiles, is no news where there was one before.
+the earlier ones, since a first run of a process, which loads and compiles, is no news where there was one before. Where the
+whole is not slower, its generations may be: imports and loading hide them in the record of a script.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from sigmascope.analysis.recipe import NOT_SET, recipe_of_runs
 from sigmascope.analysis.run_comparison import compare_totals, is_noise
+from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.analysis.what_changed import first_difference, what_changed
 from sigmascope.history.store import KeptRun, Store
-from sigmascope.records.run import Run
+from sigmascope.records.performance import PROCESSOR
+from sigmascope.records.run import Run, Stage
 
+_WHOLE: Final = 0.8
+"""Generations that take this share of their run are as slow as the whole."""
 _MOST: Final = 30
 """Earlier runs that are looked at."""
 _FEWEST: Final = 3
@@ -30,18 +37,49 @@ def beside_earlier(store: Store, kept: KeptRun, run: Run) -> str | None:
         StoreError: The store cannot be read.
     """
     earlier = store.comparable_before(kept, limit=_MOST) if run.complete else []
-    return _slower(store, earlier, run) or _other_output(store, earlier, kept, run)
+    return _slower(store, earlier, kept, run) or _other_output(store, earlier, kept, run)
 
 
-def _slower(store: Store, earlier: list[KeptRun], run: Run) -> str | None:
-    slowest = max((before.row.seconds for before in earlier), default=0.0)
-    if len(earlier) < _FEWEST or run.seconds <= slowest or is_noise([run.seconds], [slowest], "seconds"):
+def _slower(store: Store, earlier: list[KeptRun], kept: KeptRun, run: Run) -> str | None:
+    if len(earlier) < _FEWEST:
         return None
-    last = [store.record(before.number) for before in earlier[:_FEWEST]]
+    wholes = [before.row.seconds for before in earlier]
+    if _is_above(kept.row.seconds, wholes):
+        last = [store.record(before.number) for before in earlier[:_FEWEST]]
+        return _told_slower("slower than each of", len(earlier), run, last)
+    medians = [before.row.generation_seconds for before in earlier]
+    alone = _generations_of(run)
+    if alone.seconds < _WHOLE * run.seconds and _is_above(kept.row.generation_seconds, medians):
+        last = [_generations_of(store.record(before.number)) for before in earlier[:_FEWEST]]
+        return _told_slower("its generations are slower than in each of", len(earlier), alone, last)
+    return None
+
+
+def _is_above(seconds: float | None, earlier: Sequence[float | None]) -> bool:
+    """Whether a time is longer than all of the earlier ones, beyond noise."""
+    if seconds is None or None in earlier:
+        return False
+    slowest = max(before for before in earlier if before is not None)
+    return seconds > slowest and not is_noise([seconds], [slowest], "seconds")
+
+
+def _told_slower(how: str, count: int, run: Run, last: Sequence[Run]) -> str | None:
     total = compare_totals([run], last)
     if total.is_noise or not total.is_comparable:
         return None
-    return f"slower than each of the last {len(earlier)} runs like it: {what_changed([run], last).headline}"
+    return f"{how} the last {count} runs like it: {what_changed([run], last).headline}"
+
+
+def _generations_of(run: Run) -> Run:
+    """The run as if its generations were all of it, one after another."""
+    stages: list[Stage] = []
+    seconds = 0.0
+    for stage in run.stages:
+        if stage.name == GENERATION:
+            stages.append(replace(stage, started_seconds=seconds))
+            seconds += stage.seconds
+    facts = {name: value for name, value in run.facts.items() if name != PROCESSOR}  # that is of the whole
+    return replace(run, seconds=seconds, stages=tuple(stages), folded=None, facts=facts)
 
 
 def _other_output(store: Store, earlier: list[KeptRun], kept: KeptRun, run: Run) -> str | None:
