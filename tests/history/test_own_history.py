@@ -103,6 +103,18 @@ def test_a_generation_that_waited_for_a_processor_is_not_blamed(told: Told, wait
     assert (told(beside_others(9, 16.0, waited)) is None) == (waited > 0)
 
 
+def test_the_first_run_of_a_process_is_held_against_first_ones(told: Told) -> None:
+    for day in range(1, 6):
+        told(on_day(day, 10.0, facts={"runs_before": day}))
+    assert told(on_day(9, 15.0, facts={"runs_before": 0})) is None  # it compiles
+    assert told(on_day(10, 19.0, facts={"runs_before": 1})) is not None
+    for day in (11, 12):
+        told(on_day(day, 15.0, facts={"runs_before": 0}))
+    line = told(on_day(13, 25.0, facts={"runs_before": 0}))
+    assert line is not None
+    assert line.startswith("slower than each of the last 3 runs like it: 1.67 × as long (15.00 s → 25.00 s)")
+
+
 def test_a_run_that_waited_for_a_processor_is_not_blamed(told: Told) -> None:
     for day in range(1, 6):
         told(on_day(day, 10.0, facts={"processor": {"own_seconds": 9.0, "waited_seconds": 0.1}}))

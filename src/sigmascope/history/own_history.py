@@ -1,7 +1,7 @@
 """A run beside the runs like it that were kept before: is it slower than all of them, is its output another?
 
 Whether a difference is noise is decided as everywhere (`analysis.run_comparison`). One run is held against the slowest of
-the earlier ones, since a first run of a process, which loads and compiles, is no news where there was one before. Where the
+the earlier ones. The first run of a process loads, compiles and warms up, so it is held against first runs alone. Where the
 whole is not slower, its generations may be: imports and loading hide them in the record of a script.
 """
 
@@ -15,7 +15,7 @@ from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.analysis.what_changed import first_difference, what_changed
 from sigmascope.history.store import KeptRun, Store
 from sigmascope.records.performance import PROCESSOR
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import RUNS_BEFORE, Run, Stage
 
 _WHOLE: Final = 0.8
 """Generations that take this share of their run are as slow as the whole."""
@@ -45,14 +45,25 @@ def _slower(store: Store, earlier: list[KeptRun], kept: KeptRun, run: Run) -> st
         return None
     wholes = [before.row.seconds for before in earlier]
     if _is_above(kept.row.seconds, wholes):
-        last = [store.record(before.number) for before in earlier[:_FEWEST]]
-        return _told_slower("slower than each of", len(earlier), run, last)
+        count, last = _measures(store, earlier, run)
+        return _told_slower("slower than each of", count, run, last)
     medians = [before.row.generation_seconds for before in earlier]
     alone = _generations_of(run)
     if alone.seconds < _WHOLE * run.seconds and _is_above(kept.row.generation_seconds, medians):
-        last = [_generations_of(store.record(before.number)) for before in earlier[:_FEWEST]]
-        return _told_slower("its generations are slower than in each of", len(earlier), alone, last)
+        count, last = _measures(store, earlier, run)
+        return _told_slower(
+            "its generations are slower than in each of", count, alone, list(map(_generations_of, last))
+        )
     return None
+
+
+def _measures(store: Store, earlier: list[KeptRun], run: Run) -> tuple[int, list[Run]]:
+    """How many of the earlier runs are a measure, and the last of them: of a first run of its process, first ones alone."""
+    if run.facts.get(RUNS_BEFORE) != 0:
+        return len(earlier), [store.record(before.number) for before in earlier[:_FEWEST]]
+    records = (store.record(before.number) for before in earlier)
+    firsts = [record for record in records if record.facts.get(RUNS_BEFORE) == 0]
+    return len(firsts), firsts[:_FEWEST]
 
 
 def _is_above(seconds: float | None, earlier: Sequence[float | None]) -> bool:
@@ -64,6 +75,8 @@ def _is_above(seconds: float | None, earlier: Sequence[float | None]) -> bool:
 
 
 def _told_slower(how: str, count: int, run: Run, last: Sequence[Run]) -> str | None:
+    if count < _FEWEST:
+        return None
     total = compare_totals([run], last)
     if total.is_noise or not total.is_comparable:
         return None

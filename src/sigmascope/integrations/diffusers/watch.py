@@ -36,7 +36,7 @@ from sigmascope.monitor.hooks import After, Arguments, Keywords
 from sigmascope.probes.model_fingerprints import forget_fingerprints
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
-from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run, short_repr
+from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, RUNS_BEFORE, Run, short_repr
 
 _log = logging.getLogger(__name__)
 _BASES: Final = (
@@ -49,6 +49,15 @@ _BASES: Final = (
 _TOLD: Final[dict[Any, Any]] = {}
 """Watches that were never entered and have been reported, as Python's `warnings` keeps it."""
 _NEVER_ENTERED: Final = "sigmascope.watch(...) alone records nothing. Write: with sigmascope.watch(pipe) as run: ..., or @sigmascope.watch()."
+
+
+class _Watched:
+    """How many runs this process has watched."""
+
+    count = 0
+
+
+_watched: Final = _Watched()
 
 
 class Watch:
@@ -168,6 +177,7 @@ class Watch:
             return
         withdraw(session.live)
         try:
+            session.recorder.fact(RUNS_BEFORE, _watched.count)
             session.close(error)
             self._record = record = session.record()
         except Exception as failure:  # noqa: BLE001 - as above
@@ -175,6 +185,7 @@ class Watch:
             log_quietly(_log, "The watch could not end properly: %s", describe(failure))
             return
         self._sessions.remove(session)
+        _watched.count += bool(record.stages)
         # A child that was forked in the block leaves it too, and must not write what its parent writes.
         if os.getpid() != self._process_id:
             return
