@@ -57,6 +57,14 @@ def test_alone_it_lists_the_newest_first() -> None:
     assert ids("list") == ids() == ["bbbb2222", "aaaa1111"]
 
 
+def test_columns_of_one_name_are_told_apart_in_json() -> None:
+    kept(on_day(1, "aaaa1111"))
+    sql = "SELECT 1 AS a, 2 AS a, 3 AS a_2, 4 AS a"
+    assert json.loads(did("runs", "query", sql, "--json").stdout) == [
+        {"a": 1, "a_2": 2, "a_2_2": 3, "a_3": 4}
+    ]
+
+
 def test_a_wide_row_of_a_query_is_a_list() -> None:
     kept(on_day(1, "aaaa1111"))
     lines = did("runs", "query", "SELECT * FROM runs").stdout.splitlines()

@@ -397,10 +397,6 @@ def test_text_of_another_encoding_is_refused_in_words(store: Store) -> None:
         store.query("SELECT '\udcff'")
 
 
-def test_columns_of_one_name_are_told_apart(store: Store) -> None:
-    assert store.query("SELECT 1 AS a, 2 AS a, 3 AS a_2, 4 AS a")[0] == ["a", "a_2", "a_2_2", "a_3"]
-
-
 @pytest.mark.parametrize("sql", ["", "  ", "-- nothing"])
 def test_an_empty_query_is_refused(store: Store, sql: str) -> None:
     with pytest.raises(ConfigError, match="empty"):

@@ -556,7 +556,7 @@ class Store:
             ) from error
 
     def query(self, sql: str, *, limit: int | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """What an SQL query gives: the names of its columns, each another, and its rows. It cannot change anything.
+        """What an SQL query gives: the names of its columns, and its rows. It cannot change anything.
 
         Raises:
             ConfigError: The database refuses the query.
@@ -695,11 +695,8 @@ def _begin(connection: Connection) -> None:
 
 
 def _answer(cursor: Any, limit: int | None) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Columns and rows; the second column of a name gets a number, so that none is lost where they become keys."""
-    names: list[str] = []
-    for name, *_ in cursor.description or ():
-        same = (f"{name}_{number}" if number > 1 else name for number in itertools.count(1))
-        names.append(next(free for free in same if free not in names))
+    """The names of the columns, and the rows."""
+    names = [str(column[0]) for column in cursor.description or ()]
     if not names:
         raise ConfigError("The query is empty.", hint="Write one: sigmascope runs query 'SELECT * FROM runs'")
     return names, list(itertools.islice(cursor, None if limit is None else min(limit, sys.maxsize)))

@@ -1,5 +1,6 @@
 """The runs that were kept: list, find, tag and exchange them, and query them in SQL."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -382,9 +383,8 @@ def query(
     with _store() as store:
         names, rows = store.query(sql, limit=limit)
     if as_json:
-        print_json(
-            [{name: _json_value(value) for name, value in zip(names, row, strict=True)} for row in rows]
-        )
+        keys = _keys(names)
+        print_json([{key: _json_value(value) for key, value in zip(keys, row, strict=True)} for row in rows])
         return
     console = Console()
     shown = [[plain(_shown(value)) for value in row] for row in rows]
@@ -399,6 +399,15 @@ def query(
         for column in made.columns:
             column.no_wrap, column.overflow = False, "fold"
         console.print(made)
+
+
+def _keys(names: Sequence[str]) -> list[str]:
+    """A key for each column; the second of a name gets a number, so that none is lost."""
+    keys: list[str] = []
+    for name in names:
+        free = (f"{name}_{number}" if number > 1 else name for number in itertools.count(1))
+        keys.append(next(key for key in free if key not in keys))
+    return keys
 
 
 def _shown(value: object) -> object:
