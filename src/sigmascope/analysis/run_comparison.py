@@ -47,7 +47,7 @@ _FEWEST_RUNS_FOR_INTERVAL: Final = 3
 _MOST_COUNTED_AS_0: Final = 1e-12
 """A shorter time is below any clock's resolution, and dividing by it may give infinity."""
 _FEWEST_TO_TEST: Final = 5
-"""On each side. Fewer cannot give p < 0.01."""
+"""On each side, or three and more beside so many that p can be as low as with five on each."""
 _FEWEST_TO_SEPARATE: Final = 3
 """With this many on each side, but too few to test, all of one side must be above all of the other."""
 _LEAST_CHANGES_OF_FEW: Final[dict[Unit, tuple[float, float]]] = {"seconds": (0.1, 0.2), "bytes": (0.01, 0.01)}
@@ -60,6 +60,8 @@ _TIMES_ITS_SCATTER: Final = 2.5
 pairs, of ten in 99."""
 _TIMES_ITS_TREND: Final = 0.9
 """Of the way that the trend of a side goes in as many values again: that is where the medians of the other side would be."""
+_ORDERS_OF_FIVE: Final = math.comb(2 * _FEWEST_TO_TEST, _FEWEST_TO_TEST)
+"""The orders in which five values of each side can lie: in one of them all of one side are the highest."""
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
 MAX_SLOWDOWN: Final = 0.05
 """Two sides that run one after the other differ by some 3 % on an idle machine: its clock rates and caches drift."""
@@ -159,8 +161,9 @@ def is_noise(
     The fewer values there are, the larger a difference must be. From five on each side a test decides (Mann and
     Whitney, two-sided), and the change must be above the limit. The test takes the values for independent, and runs of one
     side that follow each other are not: they drift together. So a time must also change by more than either side moves
-    by itself (`own_change_of`). Of three or four all of one side must lie above all of the
-    other, and a time change by 10 %; of fewer by 20 %. A peak of memory changes by 1 %.
+    by itself (`own_change_of`). Three beside ten, or four beside seven, tell the test as much as five beside five. Of three
+    or four beside fewer all of one side must lie above all of the other, and a time change by 10 %. One or two must lie
+    beyond all of the other side, a time by 20 %. A peak of memory changes by 1 %.
 
     Args:
         new: At least one value, in the order in which they were measured.
@@ -175,8 +178,8 @@ def is_noise(
     if before <= _MOST_COUNTED_AS_0:
         return now <= _MOST_COUNTED_AS_0
     change = abs(now / before - 1)
-    if fewest >= _FEWEST_TO_TEST:
-        higher, lower = (new, baseline) if now > before else (baseline, new)
+    higher, lower = (new, baseline) if now > before else (baseline, new)
+    if can_be_tested(len(new), len(baseline)):
         return (
             change <= _least_change(new, baseline, unit, limits)
             or 2 * p_of_higher(higher, lower) >= limits.alpha
@@ -184,8 +187,14 @@ def is_noise(
     if unit == "seconds" and abs(now - before) < least_seconds:
         return True
     if fewest >= _FEWEST_TO_SEPARATE:
-        return change <= separate or not (min(new) > max(baseline) or max(new) < min(baseline))
-    return change <= few
+        return change <= separate or not min(higher) > max(lower)
+    return min(higher) <= (1 + few) * max(lower)
+
+
+def can_be_tested(new: int, baseline: int) -> bool:
+    """Whether so many values on each side can give p < 0.01, two-sided; two on a side never do, as one may be late."""
+    fewest = min(new, baseline)
+    return fewest >= _FEWEST_TO_SEPARATE and math.comb(new + baseline, fewest) >= _ORDERS_OF_FIVE
 
 
 def _least_change(new: Sequence[float], baseline: Sequence[float], unit: Unit, limits: Limits) -> float:
@@ -196,7 +205,9 @@ def _least_change(new: Sequence[float], baseline: Sequence[float], unit: Unit, l
 
 
 def _own_change(new: Sequence[float], baseline: Sequence[float], limits: Limits) -> float:
-    return max(own_change_of(side, apart=limits.apart) for side in (new, baseline))
+    """Of the side that moves more; of three or four values beside many nobody can tell a trend from one late run."""
+    known = [side for side in (new, baseline) if len(side) >= _FEWEST_TO_TEST]
+    return max((own_change_of(side, apart=limits.apart) for side in known or (new, baseline)))
 
 
 def own_change_of(values: Sequence[float], *, apart: float = 1.0) -> float:

@@ -164,6 +164,23 @@ class KeptRun(NamedTuple):
         }
 
 
+class Point(NamedTuple):
+    """One column of a run.
+
+    Attributes:
+        value: Of the column; None where it is NULL.
+        kind: What the run did: the values of `COMPARABLE`, and its recipe.
+    """
+
+    number: int
+    id: str
+    started_at: str
+    kept_at: str
+    source: str
+    value: float | None
+    kind: tuple[Any, ...]
+
+
 @contextmanager
 def open_store(url: str | None = None, *, create: bool = True) -> Iterator["Store"]:
     """Open the store for a block.
@@ -513,6 +530,23 @@ class Store:
             counts = {int(number): int(count) for number, count in connection.execute(kinds)}
         runs = {run.number: run for run in self.runs_of_numbers(list(counts))}
         return [(runs[number], count) for number, count in counts.items() if number in runs]
+
+    def points(
+        self, column: str, filters: Filters | None = None, *, like: KeptRun | None = None
+    ) -> list[Point]:
+        """One column of whole runs beside what tells which of them are comparable, in no order.
+
+        Args:
+            column: A number of the table `runs`, such as "seconds".
+            filters: Which runs.
+            like: Only those of the same kind of work as this one.
+        """
+        same = [RUNS.c[name].is_not_distinct_from(getattr(like.row, name)) for name in COMPARABLE if like]
+        kind = (RUNS.c[name] for name in (*COMPARABLE, "recipe"))
+        first = (RUNS.c.number, RUNS.c.id, RUNS.c.started_at, RUNS.c.kept_at, RUNS.c.source, RUNS.c[column])
+        chosen = _chosen(select(*first, *kind), filters).where(RUNS.c.outcome == "ok", *same)
+        with self._reading() as connection:
+            return [Point(*row[:6], tuple(row[6:])) for row in connection.execute(chosen)]
 
     def _listed(self, chosen: Select[Any]) -> list[KeptRun]:
         with self._reading() as connection:

@@ -1,0 +1,245 @@
+"""Where a figure of runs like each other changed: change points in a series, one value a run.
+
+A change of 10 % is to be found three runs after it began, in series that have late runs, that drift, and that hold the same
+value a thousand times. So the series is walked as it came in: the last 3, 5 and 10 values stand beside the level before
+them, which is up to 50 values since the last change point. What is found there starts the next level. Such a walk with a
+rank test is Hawkins and Deng's chart ("A nonparametric change-point control chart", Journal of Quality Technology 42,
+2010), cut to windows. Methods that look at the whole series at once cannot say when they would have known: E-divisive means
+(Matteson and James, arXiv 1306.4933) in MongoDB's and Hunter's use (Fleming et al., arXiv 2301.03034), and the fit of levels
+of asv's `step_detect`. From asv's fit is the place: of the splits around a find, the one with the least absolute
+deviations from the two medians.
+
+Whether a difference is noise is decided where it always is (`run_comparison.is_noise`): no change point is what `compare`
+would call noise. But a series of a thousand runs is a thousand looks, and one in a hundred by chance would be ten false
+alarms. So a change point must also be
+
+- far: four standard deviations of the level from its median, which are 1.4826 of its median absolute deviations (Hampel,
+  JASA 69, 1974), so that late runs do not widen it;
+- new: at most one in 25 values of the level is as high, so that of a figure that jumps between two levels nothing is said.
+
+A slow drift is no change point, since no run is where it began. `Trend.drift` has it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from sigmascope.analysis.run_comparison import is_noise
+from sigmascope.analysis.run_figures import Unit, theil_sen
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FEWEST_NEW: Final = 3
+"""Runs after which a change is told: of two, one may have been late."""
+_WINDOWS: Final = (FEWEST_NEW, 5, 10)
+MOST_BEFORE: Final = 50
+FEWEST_BEFORE: Final = 3
+_DEVIATIONS: Final = 3.5
+_NORMAL: Final = 1.4826
+"""Standard deviations of a normal distribution in one median absolute deviation."""
+_FEWEST_FOR_SCATTER: Final = 20
+_FEWEST_FOR_RANGE: Final = 10
+_BEYOND: Final = 8
+_NEAR: Final = 20
+_LEAST_STEP: Final[dict[Unit, float]] = {"seconds": 0.03, "bytes": 0.005}
+"""Logarithms of ratios that are noise whatever the values are, see `is_noise`."""
+_ROWS_AT_ONCE: Final = 20_000
+_FEWEST_FOR_DRIFT: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A place in a series where its level changed.
+
+    Attributes:
+        at: Index of the first value of the new level.
+        found_at: Index of the value with which it was known, two after `at` or more.
+        before: Median of the level before; at most `MOST_BEFORE` values.
+        after: Median of the level after, up to the next change point.
+        start: Index of the first value of the level before.
+        end: Index after the last value of the level after.
+    """
+
+    at: int
+    found_at: int
+    before: float
+    after: float
+    start: int
+    end: int
+
+    @property
+    def share(self) -> float | None:
+        """By what share it changed, such as 0.1 for 10 % more; None: the level before was 0."""
+        return self.after / self.before - 1 if self.before > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """What a series did.
+
+    Attributes:
+        changes: In their order.
+        level: The median since the last change point; None: there is no value.
+        drift: By what share the values since the last change point moved from the first to the last of them, by Theil
+            and Sen; None: they are fewer than 20, or that is noise.
+    """
+
+    changes: tuple[Change, ...]
+    level: float | None
+    drift: float | None
+
+
+def is_value(value: object) -> bool:
+    """Whether it can stand in a series: a number that is finite and not below 0."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    )
+
+
+def trend_of(values: Sequence[float], unit: Unit) -> Trend:
+    """The change points of a series, its level and its drift.
+
+    Args:
+        values: One a run, in the order of the runs; see `is_value`. A hundred thousand take some two seconds.
+        unit: Of all of them.
+
+    Raises:
+        ValueError: One of them is no value.
+    """
+    wrong = next((value for value in values if not is_value(value)), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong!r} cannot stand in a series")
+    places = list(_places(values, unit))
+    bounds = [0, *(at for at, _ in places), len(values)]
+    changes = tuple(
+        Change(
+            at,
+            found_at,
+            median(values[max(start, at - MOST_BEFORE) : at]),
+            median(values[at:end]),
+            start,
+            end,
+        )
+        for (at, found_at), (start, end) in zip(
+            places, zip(bounds, bounds[2:], strict=False), strict=True
+        )
+    )
+    last = values[bounds[-2] :]
+    return Trend(changes, median(last) if last else None, _drift(last, unit))
+
+
+def changed_with_last(values: Sequence[float], unit: Unit) -> Change | None:
+    """The change point that is known with the last value, and was not with the one before it; None: there is none."""
+    found = trend_of(values, unit).changes
+    return found[-1] if found and found[-1].found_at == len(values) - 1 else None
+
+
+def _places(values: Sequence[float], unit: Unit) -> Iterator[tuple[int, int]]:
+    """Of each change point the first index of the new level, and the last that was needed to know it."""
+    may_be = _candidates(values, unit)
+    start, last = 0, FEWEST_BEFORE + FEWEST_NEW - 1
+    while last < len(values):
+        if last - start < MOST_BEFORE + _WINDOWS[-1] or may_be[last]:
+            width = next((width for width in _WINDOWS if _has_changed(values, start, last, width, unit)), None)
+            if width is not None:
+                start = _split(values, start, last + 1, width)
+                yield start, last
+                last = max(last, start + FEWEST_BEFORE + FEWEST_NEW - 2)
+        last += 1
+
+
+def _has_changed(values: Sequence[float], start: int, last: int, width: int, unit: Unit) -> bool:
+    at = last + 1 - width
+    if at - start < max(width, FEWEST_BEFORE):
+        return False
+    new, before = values[at : last + 1], values[max(start, at - MOST_BEFORE) : at]
+    middle, now = median(before), median(new)
+    if now == middle or middle <= 0 or now <= 0:
+        return now != middle and not is_noise(new, before, unit)
+    is_new = _is_new_level if len(before) >= _FEWEST_FOR_SCATTER else _is_beyond_all
+    return is_new(new, before) and not is_noise(new, before, unit)
+
+
+def _is_beyond_all(new: Sequence[float], before: Sequence[float]) -> bool:
+    """Beside a level of few values: whether the new ones are further from all of them than those are from each other."""
+    gap = max(min(new) - max(before), min(before) - max(new))
+    times = 1 if len(before) >= _FEWEST_FOR_RANGE else 3
+    return gap > 0 and gap >= times * (max(before) - min(before))
+
+
+def _is_new_level(new: Sequence[float], before: Sequence[float]) -> bool:
+    """Whether the new values are far from the level before, and it has been there in few values only."""
+    middle, now = median(before), median(new)
+    step = math.log(now / middle)
+    steps = [math.log(value / middle) if value > 0 else -math.inf for value in before]
+    scatter = _NORMAL * median(map(abs, steps))
+    beyond = sum(value / step >= 1 for value in steps)
+    near = sum(abs(value - step) <= abs(step) / 2 for value in steps)
+    return (
+        abs(step) >= _DEVIATIONS * scatter
+        and beyond <= len(before) // _BEYOND
+        and near <= len(before) // _NEAR
+    )
+
+
+def _split(values: Sequence[float], start: int, end: int, width: int) -> int:
+    """The first index of the new level: of the splits around the find, that of the least absolute deviations."""
+    begin = max(start, end - width - MOST_BEFORE)
+
+    def deviations(at: int) -> float:
+        return sum(
+            abs(value - middle)
+            for side in (values[begin:at], values[at:end])
+            for middle in (median(side),)
+            for value in side
+        )
+
+    at = end - width
+    splits = range(max(begin + FEWEST_BEFORE, at - width + 1), min(at + width - 1, end - FEWEST_NEW) + 1)
+    return min(splits, key=lambda split: (deviations(split), abs(split - at)))
+
+
+def _candidates(values: Sequence[float], unit: Unit) -> "NDArray[np.bool_]":
+    """By the index of the last value, whether some window may hold a change beside a whole level of `MOST_BEFORE` values.
+
+    It asks all that `_has_changed` does but for the test, of many windows at once.
+    """
+    import numpy as np
+
+    with np.errstate(divide="ignore", invalid="ignore"):  # a time of 0 is infinitely far
+        series = np.log(np.asarray(values, dtype=np.float64))
+    found = np.zeros(len(series), dtype=np.bool_)
+    for width in _WINDOWS:
+        firsts = np.arange(MOST_BEFORE, len(series) - width + 1)  # of the new values
+        for rows in (firsts[at : at + _ROWS_AT_ONCE] for at in range(0, len(firsts), _ROWS_AT_ONCE)):
+            before = series[rows[:, None] + np.arange(-MOST_BEFORE, 0)]
+            with np.errstate(invalid="ignore"):
+                middle = np.median(before, axis=1)
+                step = np.median(series[rows[:, None] + np.arange(width)], axis=1) - middle
+                scatter = _NORMAL * np.median(np.abs(before - middle[:, None]), axis=1)
+                # NaN, of zeros: it is looked at one by one.
+                found[rows + width - 1] |= (step != 0) & ~(np.abs(step) < _LEAST_STEP[unit]) & ~(np.abs(step) < (1 - 1e-9) * _DEVIATIONS * scatter)
+    return found
+
+
+def _drift(values: Sequence[float], unit: Unit) -> float | None:
+    """How far the values moved without a change point, as a share of where they began; None: no further than noise."""
+    if len(values) < _FEWEST_FOR_DRIFT:
+        return None
+    part = len(values) // 4
+    first, last = values[:part], values[-part:]
+    if is_noise(last, first, unit):
+        return None
+    slope = theil_sen(values)
+    if slope.lower <= 0 <= slope.upper:
+        return None
+    begins = median(values) - slope.value * (len(values) - 1) / 2
+    return slope.value * (len(values) - 1) / begins if begins > 0 else None
