@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sigmascope.analysis.run_comparison import is_noise
 from sigmascope.analysis.run_figures import Unit, theil_sen
@@ -44,6 +44,8 @@ _NORMAL: Final = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
 _FEWEST_FOR_SCATTER: Final = 20
 _FEWEST_FOR_RANGE: Final = 10
+_PART_OF_THE_WAY: Final = 0.5
+_SHARE_GONE: Final = 0.8
 _BEYOND: Final = 8
 _NEAR: Final = 20
 _LEAST_STEP: Final[dict[Unit, float]] = {"seconds": 0.03, "bytes": 0.005}
@@ -94,13 +96,99 @@ class Trend:
     drift: float | None
 
 
+class SeriesRun(NamedTuple):
+    """One run of a series: its number and id in the store, when it began (ISO 8601 in UTC), and its value."""
+
+    number: int
+    id: str
+    started_at: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class ToldChange:
+    """A change point, with the run that it began with.
+
+    Attributes:
+        change: In the series.
+        run: Id of the first run of the new level.
+        started_at: When that run began; ISO 8601 in UTC.
+        causes: What differs between the runs before and after, such as "torch 2.13 → 2.14"; empty: nothing that is known.
+            None: the records were not looked at.
+        unavailable: Why the times of the two sides are not comparable, such as other programs; None: they are.
+    """
+
+    change: Change
+    run: str
+    started_at: str
+    causes: tuple[str, ...] | None = None
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One figure of all runs of a kind, in the order in which they ran.
+
+    Attributes:
+        figure: Such as "time".
+        unit: Of its values.
+        kind: What the runs have in common, by the names of the table's columns.
+        runs: Those that have a value.
+        trend: Of the values.
+        changes: The change points of the trend.
+        left_out: How many runs have no value.
+        wrong_clocks: How many runs have a start that cannot be, and stand where they were kept.
+        recipes: How many recipes they have.
+    """
+
+    figure: str
+    unit: Unit
+    kind: dict[str, Any]
+    runs: tuple[SeriesRun, ...]
+    trend: Trend
+    changes: tuple[ToldChange, ...]
+    left_out: int = 0
+    wrong_clocks: int = 0
+    recipes: int = 1
+
+    @property
+    def values(self) -> list[float]:
+        """Of the runs."""
+        return [run.value for run in self.runs]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "figure": self.figure,
+            "unit": self.unit,
+            "kind": self.kind,
+            "runs": [{"id": run.id, "started_at": run.started_at, "value": run.value} for run in self.runs],
+            "level": self.trend.level,
+            "drift": self.trend.drift,
+            "changes": [
+                {
+                    "run": told.run,
+                    "started_at": told.started_at,
+                    "index": told.change.at,
+                    "found_at": told.change.found_at,
+                    "before": told.change.before,
+                    "after": told.change.after,
+                    "share": told.change.share,
+                    "causes": None if told.causes is None else list(told.causes),
+                    "unavailable": told.unavailable,
+                }
+                for told in self.changes
+            ],
+            "left_out": self.left_out,
+            "wrong_clocks": self.wrong_clocks,
+            "recipes": self.recipes,
+        }
+
+
 def is_value(value: object) -> bool:
     """Whether it can stand in a series: a number that is finite and not below 0."""
     return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     )
 
 
@@ -128,9 +216,7 @@ def trend_of(values: Sequence[float], unit: Unit) -> Trend:
             start,
             end,
         )
-        for (at, found_at), (start, end) in zip(
-            places, zip(bounds, bounds[2:], strict=False), strict=True
-        )
+        for (at, found_at), (start, end) in zip(places, zip(bounds, bounds[2:], strict=False), strict=True)
     )
     last = values[bounds[-2] :]
     return Trend(changes, median(last) if last else None, _drift(last, unit))
@@ -148,7 +234,9 @@ def _places(values: Sequence[float], unit: Unit) -> Iterator[tuple[int, int]]:
     start, last = 0, FEWEST_BEFORE + FEWEST_NEW - 1
     while last < len(values):
         if last - start < MOST_BEFORE + _WINDOWS[-1] or may_be[last]:
-            width = next((width for width in _WINDOWS if _has_changed(values, start, last, width, unit)), None)
+            width = next(
+                (width for width in _WINDOWS if _has_changed(values, start, last, width, unit)), None
+            )
             if width is not None:
                 start = _split(values, start, last + 1, width)
                 yield start, last
@@ -164,6 +252,9 @@ def _has_changed(values: Sequence[float], start: int, last: int, width: int, uni
     middle, now = median(before), median(new)
     if now == middle or middle <= 0 or now <= 0:
         return now != middle and not is_noise(new, before, unit)
+    gone = sum((value - middle) / (now - middle) >= _PART_OF_THE_WAY for value in new)
+    if gone < _SHARE_GONE * width:
+        return False
     is_new = _is_new_level if len(before) >= _FEWEST_FOR_SCATTER else _is_beyond_all
     return is_new(new, before) and not is_noise(new, before, unit)
 
@@ -176,18 +267,17 @@ def _is_beyond_all(new: Sequence[float], before: Sequence[float]) -> bool:
 
 
 def _is_new_level(new: Sequence[float], before: Sequence[float]) -> bool:
-    """Whether the new values are far from the level before, and it has been there in few values only."""
+    """Whether the new values are far from the level before and where it drifts to, and it was there in few values only."""
     middle, now = median(before), median(new)
     step = math.log(now / middle)
     steps = [math.log(value / middle) if value > 0 else -math.inf for value in before]
     scatter = _NORMAL * median(map(abs, steps))
     beyond = sum(value / step >= 1 for value in steps)
     near = sum(abs(value - step) <= abs(step) / 2 for value in steps)
-    return (
-        abs(step) >= _DEVIATIONS * scatter
-        and beyond <= len(before) // _BEYOND
-        and near <= len(before) // _NEAR
-    )
+    if beyond > len(before) // _BEYOND or near > len(before) // _NEAR or abs(step) < _DEVIATIONS * scatter:
+        return False
+    drifts = abs(theil_sen(before).value) / middle * (len(before) + len(new)) / 2
+    return abs(step) >= _DEVIATIONS * scatter + drifts
 
 
 def _split(values: Sequence[float], start: int, end: int, width: int) -> int:
@@ -226,7 +316,11 @@ def _candidates(values: Sequence[float], unit: Unit) -> "NDArray[np.bool_]":
                 step = np.median(series[rows[:, None] + np.arange(width)], axis=1) - middle
                 scatter = _NORMAL * np.median(np.abs(before - middle[:, None]), axis=1)
                 # NaN, of zeros: it is looked at one by one.
-                found[rows + width - 1] |= (step != 0) & ~(np.abs(step) < _LEAST_STEP[unit]) & ~(np.abs(step) < (1 - 1e-9) * _DEVIATIONS * scatter)
+                found[rows + width - 1] |= (
+                    (step != 0)
+                    & ~(np.abs(step) < _LEAST_STEP[unit])
+                    & ~(np.abs(step) < (1 - 1e-9) * _DEVIATIONS * scatter)
+                )
     return found
 
 

@@ -325,6 +325,12 @@ def _says_enough(row: TimeShare) -> bool:
     return bool(row.callback) or row.part == "scheduler" or _is_outside_models(row)
 
 
+def causes_in_words(recipe: Differences) -> list[str]:
+    """The differences that may change times and peaks, each as "torch 2.13 → 2.14"; those of the machine's load last."""
+    names = [name for name in recipe if name in _AMOUNTS_OF_WORK or not _NO_EFFECT_ON_TIME.fullmatch(name)]
+    return [_in_words(name, recipe[name]) for name in sorted(names, key=lambda name: name in _LOAD)]
+
+
 def _why(row: TimeShare, recipe: Differences) -> list[str]:
     """The differences of the recipe that may act there."""
     if _says_enough(row):

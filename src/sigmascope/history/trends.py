@@ -1,0 +1,163 @@
+"""What the kept runs show together: a series for each kind of work, with the places where it changed, and why.
+
+Runs are of one kind where `store.COMPARABLE` is equal; or, on wish, where their recipe is, too. Only whole runs count. Values
+come from the store's rows, a hundred thousand at once; the figures that no row has, such as a step's, from the records of
+the last runs. Why something changed is in the records on both sides of the place.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from sigmascope.analysis.recipe import recipe_differences
+from sigmascope.analysis.run_comparison import compare_totals
+from sigmascope.analysis.run_figures import Unit, figures_of, timed_on_device
+from sigmascope.analysis.trend import Series, SeriesRun, ToldChange, is_value, trend_of
+from sigmascope.analysis.what_changed import causes_in_words
+from sigmascope.errors import ConfigError, StoreError
+from sigmascope.history.row import moment_in_utc
+from sigmascope.history.store import COMPARABLE, Filters, KeptRun, Point, Store
+from sigmascope.records.run import Run
+
+COLUMNS: Final[dict[str, tuple[str, Unit]]] = {
+    "time": ("seconds", "seconds"),
+    "generation": ("generation_seconds", "seconds"),
+    "peak": ("peak_bytes", "bytes"),
+}
+"""Figures that stand in the rows, with their column."""
+STEP: Final = "step"
+_MOST_RECORDS: Final = 300
+"""That are read for a figure that no row has."""
+MOST_BESIDE: Final = 10
+"""Records on each side of a change point that are compared."""
+_WRONG_CLOCK: Final = timedelta(hours=1)
+_IMPORTED: Final = "import"
+
+
+def trends(
+    store: Store,
+    figure: str = "time",
+    filters: Filters | None = None,
+    *,
+    like: KeptRun | None = None,
+    by_recipe: bool = False,
+) -> list[Series]:
+    """The series of the runs that are meant, that with the latest run first.
+
+    Args:
+        store: Where to look.
+        figure: One of `COLUMNS`, "step", or a figure of `compare` such as "latent_decoding".
+        filters: Which runs.
+        like: Only the runs of the same kind of work as this one.
+        by_recipe: A series for each recipe, too; with `like`, of its recipe alone.
+
+    Raises:
+        ConfigError: No run has such a figure.
+        StoreError: The store or a record cannot be read.
+    """
+    column, unit = COLUMNS.get(figure, ("seconds", "seconds"))
+    points = store.points(column, filters, like=like)
+    if by_recipe and like is not None:
+        points = [point for point in points if point.kind[-1] == like.row.recipe]
+    if figure not in COLUMNS:
+        points, unit = _of_records(store, figure, points)
+    kinds: dict[tuple[Any, ...], list[Point]] = {}
+    for point in points:
+        kinds.setdefault(point.kind if by_recipe else point.kind[:-1], []).append(point)
+    series = [_series(figure, unit, of_kind) for of_kind in kinds.values()]
+    return sorted(filter(None, series), key=lambda one: one.runs[-1].started_at, reverse=True)
+
+
+def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series | None:
+    ordered, wrong = in_order_of_running(points)
+    timed = tuple(
+        SeriesRun(point.number, point.id, point.started_at, float(point.value))
+        for point in ordered
+        if point.value is not None and is_value(point.value)
+    )
+    if not timed:
+        return None
+    trend = trend_of([run.value for run in timed], unit)
+    recipes = {point.kind[-1] for point in ordered}
+    kind = dict(zip(COMPARABLE, ordered[-1].kind, strict=False))
+    if len(recipes) == 1:
+        kind["recipe"] = ordered[-1].kind[-1]
+    told = tuple(
+        ToldChange(change, timed[change.at].id, timed[change.at].started_at) for change in trend.changes
+    )
+    return Series(figure, unit, kind, timed, trend, told, len(ordered) - len(timed), wrong, len(recipes))
+
+
+def in_order_of_running(points: Iterable[Point]) -> tuple[list[Point], int]:
+    """Points by the start of their runs, and how many have one that cannot be: those stand where they were kept.
+
+    A run cannot begin after it was kept. And where a run was kept after another, but an hour or more earlier by the clock,
+    that was set back: the run stands behind the other. Runs that were imported are not kept in the order in which they ran.
+    """
+    placed: list[tuple[str, int, Point]] = []
+    latest, wrong = "", 0
+    for point in sorted(points, key=lambda point: point.number):
+        moment = point.started_at
+        if moment > point.kept_at and moment > _later(point.kept_at):
+            moment, wrong = point.kept_at, wrong + 1
+        elif point.source != _IMPORTED and _later(point.kept_at) < latest:
+            moment, wrong = latest, wrong + 1
+        if point.source != _IMPORTED:
+            latest = max(latest, point.kept_at)
+        placed.append((moment, point.number, point))
+    return [point for _, _, point in sorted(placed, key=lambda item: item[:2])], wrong
+
+
+def _later(moment: str) -> str:
+    return moment_in_utc(datetime.fromisoformat(moment) + _WRONG_CLOCK)
+
+
+def _of_records(store: Store, figure: str, points: Sequence[Point]) -> tuple[list[Point], Unit]:
+    """The last points with a value from their records."""
+    latest = in_order_of_running(points)[0][-_MOST_RECORDS:]
+    found: list[Point] = []
+    unit: Unit = "seconds"
+    known: set[str] = set()
+    for point in latest:
+        run = store.record(point.number)
+        figures = figures_of([run], timed_on_device([run]))
+        known |= set(figures)
+        name = figure if figure != STEP else next((name for name in figures if name.endswith(" step")), STEP)
+        of_run = figures.get(name)
+        if of_run is not None:
+            unit = of_run.unit
+        found.append(point._replace(value=of_run.values[0] if of_run is not None and of_run.values else None))
+    if latest and all(point.value is None for point in found):
+        names = ", ".join([*COLUMNS, STEP, *sorted(known)])
+        raise ConfigError(f"No run has the figure {figure!r}.", hint=f"Give one of {names}.")
+    return found, unit
+
+
+def with_causes(store: Store, series: Series, *, most: int = 10) -> Series:
+    """The series with what differs around its last change points; a record that is gone or damaged is left out."""
+    first = max(0, len(series.changes) - most)
+    told = tuple(_told(store, series, change) for change in series.changes[first:])
+    return replace(series, changes=(*series.changes[:first], *told))
+
+
+def _told(store: Store, series: Series, told: ToldChange) -> ToldChange:
+    change = told.change
+    sides = (
+        series.runs[max(change.start, change.at - MOST_BESIDE) : change.at],
+        series.runs[change.at : min(change.end, change.at + MOST_BESIDE)],
+    )
+    before, now = (list(_records(store, side)) for side in sides)
+    if not (before and now):
+        return replace(told, unavailable="the records of one side are gone or damaged")
+    total = compare_totals(now, before)
+    wall = None if series.unit == "bytes" else total.unavailable.get("wall")
+    return replace(told, causes=tuple(causes_in_words(recipe_differences(now, before))), unavailable=wall)
+
+
+def _records(store: Store, runs: Iterable[SeriesRun]) -> Iterator[Run]:
+    """Those that can be read."""
+    for run in runs:
+        with suppress(StoreError):
+            yield store.record(run.number)
