@@ -208,7 +208,7 @@ def _least_change(new: Sequence[float], baseline: Sequence[float], unit: Unit, l
 def _own_change(new: Sequence[float], baseline: Sequence[float], limits: Limits) -> float:
     """Of the side that moves more; of three or four values beside many nobody can tell a trend from one late run."""
     known = [side for side in (new, baseline) if len(side) >= _FEWEST_TO_TEST]
-    return max((own_change_of(side, apart=limits.apart) for side in known or (new, baseline)))
+    return max(own_change_of(side, apart=limits.apart) for side in known or (new, baseline))
 
 
 def own_change_of(values: Sequence[float], *, apart: float = 1.0) -> float:

@@ -23,11 +23,10 @@ A slow drift is no change point, since no run is where it began. `Trend.drift` h
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sigmascope.analysis.run_comparison import is_noise
+from sigmascope.analysis.run_comparison import USUAL, Limits, is_noise
 from sigmascope.analysis.run_figures import Unit, theil_sen
 
 if TYPE_CHECKING:
@@ -192,12 +191,13 @@ def is_value(value: object) -> bool:
     )
 
 
-def trend_of(values: Sequence[float], unit: Unit) -> Trend:
+def trend_of(values: Sequence[float], unit: Unit, *, limits: Limits = USUAL) -> Trend:
     """The change points of a series, its level and its drift.
 
     Args:
         values: One a run, in the order of the runs; see `is_value`. A hundred thousand take some two seconds.
         unit: Of all of them.
+        limits: What is no noise where there is enough to test.
 
     Raises:
         ValueError: One of them is no value.
@@ -205,7 +205,7 @@ def trend_of(values: Sequence[float], unit: Unit) -> Trend:
     wrong = next((value for value in values if not is_value(value)), None)
     if wrong is not None:
         raise ValueError(f"{wrong!r} cannot stand in a series")
-    places = list(_places(values, unit))
+    places = list(_places(values, unit, limits))
     bounds = [0, *(at for at, _ in places), len(values)]
     changes = tuple(
         Change(
@@ -219,7 +219,7 @@ def trend_of(values: Sequence[float], unit: Unit) -> Trend:
         for (at, found_at), (start, end) in zip(places, zip(bounds, bounds[2:], strict=False), strict=True)
     )
     last = values[bounds[-2] :]
-    return Trend(changes, median(last) if last else None, _drift(last, unit))
+    return Trend(changes, median(last) if last else None, _drift(last, unit, limits))
 
 
 def changed_with_last(values: Sequence[float], unit: Unit) -> Change | None:
@@ -228,14 +228,14 @@ def changed_with_last(values: Sequence[float], unit: Unit) -> Change | None:
     return found[-1] if found and found[-1].found_at == len(values) - 1 else None
 
 
-def _places(values: Sequence[float], unit: Unit) -> Iterator[tuple[int, int]]:
+def _places(values: Sequence[float], unit: Unit, limits: Limits) -> Iterator[tuple[int, int]]:
     """Of each change point the first index of the new level, and the last that was needed to know it."""
     may_be = _candidates(values, unit)
     start, last = 0, FEWEST_BEFORE + FEWEST_NEW - 1
     while last < len(values):
         if last - start < MOST_BEFORE + _WINDOWS[-1] or may_be[last]:
             width = next(
-                (width for width in _WINDOWS if _has_changed(values, start, last, width, unit)), None
+                (width for width in _WINDOWS if _has_changed(values, start, last, width, unit, limits)), None
             )
             if width is not None:
                 start = _split(values, start, last + 1, width)
@@ -244,19 +244,21 @@ def _places(values: Sequence[float], unit: Unit) -> Iterator[tuple[int, int]]:
         last += 1
 
 
-def _has_changed(values: Sequence[float], start: int, last: int, width: int, unit: Unit) -> bool:
+def _has_changed(
+    values: Sequence[float], start: int, last: int, width: int, unit: Unit, limits: Limits
+) -> bool:
     at = last + 1 - width
     if at - start < max(width, FEWEST_BEFORE):
         return False
     new, before = values[at : last + 1], values[max(start, at - MOST_BEFORE) : at]
     middle, now = median(before), median(new)
     if now == middle or middle <= 0 or now <= 0:
-        return now != middle and not is_noise(new, before, unit)
+        return now != middle and not is_noise(new, before, unit, limits=limits)
     gone = sum((value - middle) / (now - middle) >= _PART_OF_THE_WAY for value in new)
     if gone < _SHARE_GONE * width:
         return False
     is_new = _is_new_level if len(before) >= _FEWEST_FOR_SCATTER else _is_beyond_all
-    return is_new(new, before) and not is_noise(new, before, unit)
+    return is_new(new, before) and not is_noise(new, before, unit, limits=limits)
 
 
 def _is_beyond_all(new: Sequence[float], before: Sequence[float]) -> bool:
@@ -324,13 +326,13 @@ def _candidates(values: Sequence[float], unit: Unit) -> "NDArray[np.bool_]":
     return found
 
 
-def _drift(values: Sequence[float], unit: Unit) -> float | None:
+def _drift(values: Sequence[float], unit: Unit, limits: Limits) -> float | None:
     """How far the values moved without a change point, as a share of where they began; None: no further than noise."""
     if len(values) < _FEWEST_FOR_DRIFT:
         return None
     part = len(values) // 4
     first, last = values[:part], values[-part:]
-    if is_noise(last, first, unit):
+    if is_noise(last, first, unit, limits=limits):
         return None
     slope = theil_sen(values)
     if slope.lower <= 0 <= slope.upper:

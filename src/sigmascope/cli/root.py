@@ -53,6 +53,10 @@ app = typer.Typer(
                 "sigmascope.cli.runs",
                 "List, find, tag and exchange the runs that were kept, and query them in SQL.",
             ),
+            "trend": OnDemand(
+                "sigmascope.cli.trend",
+                "Show a figure of the kept runs over time: where it changed, when, and what differs there.",
+            ),
             "watch": OnDemand(
                 "sigmascope.cli.start", "Run a script unchanged and see where its time and memory go."
             ),

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from sigmascope.analysis.recipe import recipe_differences
-from sigmascope.analysis.run_comparison import compare_totals
+from sigmascope.analysis.run_comparison import MAX_GROWTH, USUAL, Limits, compare_totals
 from sigmascope.analysis.run_figures import Unit, figures_of, timed_on_device
 from sigmascope.analysis.trend import Series, SeriesRun, ToldChange, is_value, trend_of
 from sigmascope.analysis.what_changed import causes_in_words
@@ -32,6 +32,8 @@ _MOST_RECORDS: Final = 300
 """That are read for a figure that no row has."""
 MOST_BESIDE: Final = 10
 """Records on each side of a change point that are compared."""
+_PROCESS: Final = Limits(bytes=MAX_GROWTH)
+"""Allocators of processes keep 1 % more or less."""
 _WRONG_CLOCK: Final = timedelta(hours=1)
 _IMPORTED: Final = "import"
 
@@ -79,7 +81,8 @@ def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series | None:
     )
     if not timed:
         return None
-    trend = trend_of([run.value for run in timed], unit)
+    limits = _PROCESS if unit == "bytes" and _is_of_process(ordered[-1]) else USUAL
+    trend = trend_of([run.value for run in timed], unit, limits=limits)
     recipes = {point.kind[-1] for point in ordered}
     kind = dict(zip(COMPARABLE, ordered[-1].kind, strict=False))
     if len(recipes) == 1:
@@ -88,6 +91,12 @@ def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series | None:
         ToldChange(change, timed[change.at].id, timed[change.at].started_at) for change in trend.changes
     )
     return Series(figure, unit, kind, timed, trend, told, len(ordered) - len(timed), wrong, len(recipes))
+
+
+def _is_of_process(point: Point) -> bool:
+    """Whether its memory is that of the process, and not of a device."""
+    device = point.kind[COMPARABLE.index("device")]
+    return device is None or str(device).startswith("cpu")
 
 
 def in_order_of_running(points: Iterable[Point]) -> tuple[list[Point], int]:
@@ -139,7 +148,17 @@ def with_causes(store: Store, series: Series, *, most: int = 10) -> Series:
     """The series with what differs around its last change points; a record that is gone or damaged is left out."""
     first = max(0, len(series.changes) - most)
     told = tuple(_told(store, series, change) for change in series.changes[first:])
-    return replace(series, changes=(*series.changes[:first], *told))
+    trend = series.trend
+    if trend.drift is not None and series.unit == "seconds" and not _drifts(store, series):
+        trend = replace(trend, drift=None)
+    return replace(series, trend=trend, changes=(*series.changes[:first], *told))
+
+
+def _drifts(store: Store, series: Series) -> bool:
+    """Whether the first and last runs since the last change point are comparable."""
+    since = series.runs[series.changes[-1].change.at if series.changes else 0 :]
+    before, now = (list(_records(store, side)) for side in (since[:MOST_BESIDE], since[-MOST_BESIDE:]))
+    return bool(before and now) and compare_totals(now, before).is_comparable
 
 
 def _told(store: Store, series: Series, told: ToldChange) -> ToldChange:

@@ -63,9 +63,9 @@ def to_markdown(runs: Recorded | Iterable[Recorded], *, prompts: PromptPrivacy =
     return template("report.md.jinja").render(
         runs="one run" if changed is None else f"{len(shown)} runs, the first before the others",
         privacy=kept,
-        headline=_text(headline(last) if changed is None else changed.headline, _LONGEST_HEADLINE),
-        raised_at=_text(" → ".join(failure_places(last)), _LONGEST_CHAIN),
-        name=_text(last.name or "unnamed"),
+        headline=as_text(headline(last) if changed is None else changed.headline, _LONGEST_HEADLINE),
+        raised_at=as_text(" → ".join(failure_places(last)), _LONGEST_CHAIN),
+        name=as_text(last.name or "unnamed"),
         took=took(last.seconds),
         rows=[
             (label, seconds(taken), percent(taken, last.seconds))
@@ -74,14 +74,14 @@ def to_markdown(runs: Recorded | Iterable[Recorded], *, prompts: PromptPrivacy =
         small=seconds(small) if small else None,
         peaks=[
             (
-                _text(owner.where),
+                as_text(owner.where),
                 format_size(owner.bytes),
-                _text(owner.component or path_in_words(owner.stage)),
+                as_text(owner.component or path_in_words(owner.stage)),
             )
             for owner in peak_owners(last)
         ],
         findings=[
-            (finding.severity, _text(finding.message), _text(finding.advice or ""))
+            (finding.severity, as_text(finding.message), as_text(finding.advice or ""))
             for finding in findings[:_MOST_FINDINGS]
         ],
         more_findings=max(0, len(findings) - _MOST_FINDINGS),
@@ -103,15 +103,15 @@ def _time_rows(rows: Sequence[TimeShare], run: Run) -> Iterator[tuple[Markup, fl
     places = [(place.seconds, row, place) for row in rows for place in large_places(row, run)]
     shown = sorted(places, key=lambda item: -item[0])[:_MOST_PLACES]
     for row in rows:
-        yield _text(row.label), row.seconds
+        yield as_text(row.label), row.seconds
         for taken, around, place in shown:
             if around is row:
-                yield Markup("&emsp;") + _text(place.label), taken
+                yield Markup("&emsp;") + as_text(place.label), taken
 
 
 def _cells(recipe: Any) -> Iterator[tuple[Markup, Markup, Markup]]:
     for name, (before, now) in recipe.items():
-        yield _text(name), _text(before), _text(now)
+        yield as_text(name), as_text(before), as_text(now)
 
 
 def _recipe(run: Run) -> Iterator[tuple[Markup, Markup]]:
@@ -123,10 +123,10 @@ def _recipe(run: Run) -> Iterator[tuple[Markup, Markup]]:
         recipe["dtypes"] = ", ".join(dtypes)
     for name in (*_KEPT, *_LIBRARIES):
         if name in recipe:
-            yield _text(name), _text(recipe[name])
+            yield as_text(name), as_text(recipe[name])
 
 
-def _text(value: object, most: int = _LONGEST) -> Markup:
+def as_text(value: object, most: int = _LONGEST) -> Markup:
     """The value in one line that Markdown shows as it is: its marks lose their meaning, and nobody is mentioned."""
     line = in_one_line(value)
     line = line if len(line) <= most else f"{line[: most - 1]}…"
