@@ -67,6 +67,8 @@ MAX_SLOWDOWN: Final = 0.05
 """Two sides that run one after the other differ by some 3 % on an idle machine: its clock rates and caches drift."""
 MAX_GROWTH: Final = 0.03
 ALPHA: Final = 0.01
+FEWEST_OF_HISTORY: Final = 10
+"""Earlier runs beside which a single one can be judged: it has to lie beyond all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,6 +499,7 @@ def check_regression(
     max_slowdown: float = MAX_SLOWDOWN,
     max_growth: float = MAX_GROWTH,
     alpha: float = ALPHA,
+    is_history: bool = False,
 ) -> RegressionCheck:
     """Check runs against earlier runs of the same work.
 
@@ -506,6 +509,8 @@ def check_regression(
         max_slowdown: How much longer a time may be, as a fraction: 0.05 is 5 %.
         max_growth: The same for peaks of memory.
         alpha: How likely a difference by chance may be, for each figure.
+        is_history: Whether the baseline are all runs that were like these, ten at least. Then one or two runs regressed if
+            they lie beyond all of them as far as `is_noise` asks, though so few can give no small p.
 
     Raises:
         ConfigError: No runs on one side, nothing in them that could be compared, or a limit out of range.
@@ -519,7 +524,7 @@ def check_regression(
             "The runs and the baseline have no stage, step or peak in common.",
             hint="Check runs of the same pipeline.",
         )
-    figures = tuple(_judge(comparison, limits) for comparison in compared)
+    figures = tuple(_judge(comparison, limits, is_history=is_history) for comparison in compared)
     return RegressionCheck(figures, missing)
 
 
@@ -547,8 +552,10 @@ def require_alpha(alpha: float) -> None:
         raise ConfigError(f"--alpha is {alpha}.", hint="Give a probability between 0 and 1, such as 0.01.")
 
 
-def _judge(comparison: FigureComparison, limits: Limits) -> CheckedFigure:
+def _judge(comparison: FigureComparison, limits: Limits, *, is_history: bool = False) -> CheckedFigure:
     allowed, alpha = limits.of(comparison.unit), limits.alpha
+    before, after = comparison.runs
+    are_enough = comparison.least_p < alpha or (is_history and before >= FEWEST_OF_HISTORY > after)
     growth = None if comparison.ratio is None else comparison.ratio - 1
     is_by_chance = 2 * comparison.p_slower >= alpha
     if growth is None:
@@ -557,10 +564,10 @@ def _judge(comparison: FigureComparison, limits: Limits) -> CheckedFigure:
         why = f"not comparable: {comparison.unavailable['wall']}; processor time {growth:+.1%}"
         return CheckedFigure(comparison, "undecided", why)
     if growth > allowed:
-        if not comparison.is_noise and comparison.least_p < alpha:
+        if not comparison.is_noise and are_enough:
             why = f"{growth:+.1%}, more than the {allowed:.1%} allowed (p = {comparison.p_slower:.2g})"
             return CheckedFigure(comparison, "regressed", why)
-        if comparison.least_p >= alpha:
+        if not are_enough:
             return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {_too_few(comparison, alpha)}")
         is_own = not is_by_chance and growth <= comparison.own_change
         noise = (

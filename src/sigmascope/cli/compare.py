@@ -47,6 +47,8 @@ CHECK_EPILOG = """Examples:
 sigmascope check today/*.json --baseline yesterday/*.json
 
 sigmascope check today --baseline yesterday --max_slowdown 5% --json
+
+sigmascope check latest latest~1 latest~2 --against-history
 """
 
 
@@ -313,11 +315,19 @@ def check(
         _path_argument(f"New runs: files written by Run.save, or folders of them, or {KEPT_RUNS}."),
     ],
     baseline: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             "--baseline", help="Earlier runs of the same work; several may follow.", show_default=False
         ),
-    ],
+    ] = None,
+    against_history: Annotated[
+        bool,
+        typer.Option(
+            "--against-history",
+            "--against_history",
+            help="In place of --baseline: the last 50 kept runs of the same work on the same device before these.",
+        ),
+    ] = False,
     max_slowdown: Annotated[
         str, typer.Option("--max_slowdown", help="How much longer a time may be.", metavar="<share>")
     ] = "5%",
@@ -327,21 +337,30 @@ def check(
     alpha: Annotated[
         float, typer.Option("--alpha", help="Chance of a false alarm to accept for each figure.")
     ] = 0.01,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print it for a pull request.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check runs against a baseline: times of stages and steps, and memory peaks.
 
     A figure has regressed if it is higher beyond chance (Mann-Whitney) and by
     more than is allowed. Five runs on each side can show it; to show 5 %, let ten
-    a side take turns, with --max_slowdown 3%. The exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
+    a side take turns, with --max_slowdown 3%. Beside the ten kept runs or more of
+    --against-history three are enough, and one that is a fifth slower than all of them. The exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
     benchmark are checked case by case.
     """
     from sigmascope.units import parse_share
 
     try:
+        if bool(baseline) == against_history:
+            raise ConfigError(
+                "check needs --baseline or --against-history, and not both.",
+                hint="sigmascope check new --baseline old, or sigmascope check latest --against-history.",
+            )
+        sides = load_sides(runs, baseline) if baseline else _with_history(runs)
         checks, missing = _check_work(
-            runs,
-            baseline,
+            sides,
+            named=runs[0],
+            against_history=against_history,
             max_slowdown=parse_share(max_slowdown, "--max_slowdown"),
             max_growth=parse_share(max_growth, "--max_growth"),
             alpha=alpha,
@@ -351,23 +370,61 @@ def check(
         raise
     if as_json:
         print_json(_checks_as_dict(checks, missing))
+    elif markdown:
+        from sigmascope.reports.trend import checks_as_markdown
+
+        put(checks_as_markdown({work: (done.check, done.changed) for work, done in checks.items()}, missing))
     else:
         _print_checks(Console(), checks, missing)
     if any(work_check.check.regressed for work_check in checks.values()):
         raise typer.Exit(REGRESSED)
 
 
+def _with_history(paths: list[Path]) -> "tuple[list[Run], list[Run]]":
+    """Runs, and the kept ones of the same work on the same device before the first of them.
+
+    Raises:
+        ConfigError: The runs are not of one kind of work.
+        StoreError: There is no store, or it holds no such run.
+    """
+    from sigmascope.history.store import open_store
+    from sigmascope.history.trends import comparable_before
+
+    runs = load_runs(paths)
+    with open_store(create=False) as store:
+        before = comparable_before(store, runs)
+    say(
+        f"Against {units.counted(len(before), 'kept run')}, {local_time(before[0].started_at)} to "
+        f"{local_time(before[-1].started_at)}",
+        err=True,
+    )
+    return runs, before
+
+
 def _check_work(
-    runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
+    sides: "tuple[list[Run], list[Run]]",
+    *,
+    named: Path,
+    against_history: bool,
+    max_slowdown: float,
+    max_growth: float,
+    alpha: float,
 ) -> "tuple[dict[str, _WorkCheck], dict[str, str]]":
     """Checks by the work that the runs did, and work that one side lacks."""
     from sigmascope.analysis.run_comparison import Limits, check_regression, require_pairs
     from sigmascope.analysis.what_changed import what_changed
 
-    pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
+    pairs, missing = require_pairs(*sides, named=named)
     checks = {}
     for work, (new, old) in pairs.items():
-        check = check_regression(new, old, max_slowdown=max_slowdown, max_growth=max_growth, alpha=alpha)
+        check = check_regression(
+            new,
+            old,
+            max_slowdown=max_slowdown,
+            max_growth=max_growth,
+            alpha=alpha,
+            is_history=against_history,
+        )
         changed = what_changed(new, old, limits=Limits(alpha, max_slowdown, max_growth))
         checks[work] = _WorkCheck(check, changed)
     return checks, missing

@@ -1,8 +1,9 @@
-"""A run beside the runs like it that were kept before: is it slower than all of them, is its output another?
+"""A run beside the runs like it that were kept before: is it slower than they were, is its output another?
 
-Whether a difference is noise is decided as everywhere (`analysis.run_comparison`). One run is held against the slowest of
-the earlier ones. The first run of a process loads, compiles and warms up, so it is held against first runs alone. Where the
-whole is not slower, its generations may be: imports and loading hide them in the record of a script.
+A single run is told where it is slower than each of the earlier ones by more than noise. The first run of a process loads,
+compiles and warms up, so it is held against first runs alone. Where the whole is not slower, its generations may be: imports
+and loading hide them in the record of a script. A smaller change is told with its third run in a row, once, where a trend
+calls it one (`analysis.trend`). What is noise is decided as everywhere (`run_comparison.is_noise`).
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Final
 from sigmascope.analysis.recipe import NOT_SET, recipe_of_runs
 from sigmascope.analysis.run_comparison import compare_totals, is_noise
 from sigmascope.analysis.run_figures import GENERATION
+from sigmascope.analysis.trend import changed_with_last
 from sigmascope.analysis.what_changed import first_difference, what_changed
 from sigmascope.history.store import KeptRun, Store
 from sigmascope.records.performance import PROCESSOR
@@ -19,8 +21,10 @@ from sigmascope.records.run import RUNS_BEFORE, Run, Stage
 
 _WHOLE: Final = 0.8
 """Generations that take this share of their run are as slow as the whole."""
-_MOST: Final = 30
-"""Earlier runs that are looked at."""
+_MOST: Final = 60
+"""Earlier runs that are looked at: a whole level of a trend."""
+_MOST_COMPARED: Final = 10
+"""Their records are read beside a change of a trend."""
 _FEWEST: Final = 3
 """Of fewer nobody knows how far they differ by themselves."""
 
@@ -43,18 +47,27 @@ def beside_earlier(store: Store, kept: KeptRun, run: Run) -> str | None:
 def _slower(store: Store, earlier: list[KeptRun], kept: KeptRun, run: Run) -> str | None:
     if len(earlier) < _FEWEST:
         return None
-    wholes = [before.row.seconds for before in earlier]
-    if _is_above(kept.row.seconds, wholes):
+    if _is_above(kept.row.seconds, [before.row.seconds for before in earlier]):
         count, last = _measures(store, earlier, run)
-        return _told_slower("slower than each of", count, run, last)
-    medians = [before.row.generation_seconds for before in earlier]
+        return _told(f"slower than each of the last {count} runs like it", [run], last)
     alone = _generations_of(run)
+    medians = [before.row.generation_seconds for before in earlier]
     if alone.seconds < _WHOLE * run.seconds and _is_above(kept.row.generation_seconds, medians):
         count, last = _measures(store, earlier, run)
-        return _told_slower(
-            "its generations are slower than in each of", count, alone, list(map(_generations_of, last))
-        )
-    return None
+        how = f"its generations are slower than in each of the last {count} runs like it"
+        return _told(how, [alone], list(map(_generations_of, last)))
+    return _slower_for_some_runs(store, earlier, run)
+
+
+def _slower_for_some_runs(store: Store, earlier: list[KeptRun], run: Run) -> str | None:
+    times = [before.row.seconds for before in reversed(earlier)]
+    change = changed_with_last([*times, run.seconds], "seconds")
+    if change is None or change.after <= change.before:
+        return None
+    new = len(times) + 1 - change.at
+    since = [store.record(before.number) for before in earlier[new - 2 :: -1]]
+    last = [store.record(before.number) for before in earlier[new - 1 :][:_MOST_COMPARED]]
+    return _told(f"slower for {new} runs than the runs like it before", [*since, run], last)
 
 
 def _measures(store: Store, earlier: list[KeptRun], run: Run) -> tuple[int, list[Run]]:
@@ -68,19 +81,20 @@ def _measures(store: Store, earlier: list[KeptRun], run: Run) -> tuple[int, list
 
 def _is_above(seconds: float | None, earlier: Sequence[float | None]) -> bool:
     """Whether a time is longer than all of the earlier ones, beyond noise."""
-    if seconds is None or None in earlier:
+    times = [before for before in earlier if before is not None]
+    if seconds is None or len(times) < len(earlier):
         return False
-    slowest = max(before for before in earlier if before is not None)
-    return seconds > slowest and not is_noise([seconds], [slowest], "seconds")
+    return seconds > max(times) and not is_noise([seconds], times, "seconds")
 
 
-def _told_slower(how: str, count: int, run: Run, last: Sequence[Run]) -> str | None:
-    if count < _FEWEST:
+def _told(how: str, new: Sequence[Run], last: Sequence[Run]) -> str | None:
+    """What is told, with what changed; None where other programs or waiting explain it."""
+    if len(last) < _FEWEST:
         return None
-    total = compare_totals([run], last)
+    total = compare_totals(new, last)
     if total.is_noise or not total.is_comparable:
         return None
-    return f"{how} the last {count} runs like it: {what_changed([run], last).headline}"
+    return f"{how}: {what_changed(new, last).headline}"
 
 
 def _generations_of(run: Run) -> Run:

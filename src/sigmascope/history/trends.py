@@ -14,10 +14,10 @@ from typing import Any, Final
 from sigmascope.analysis.recipe import recipe_differences
 from sigmascope.analysis.run_comparison import MAX_GROWTH, USUAL, Limits, compare_totals
 from sigmascope.analysis.run_figures import Unit, figures_of, timed_on_device
-from sigmascope.analysis.trend import Series, SeriesRun, ToldChange, is_value, trend_of
+from sigmascope.analysis.trend import MOST_BEFORE, Series, SeriesRun, ToldChange, is_value, trend_of
 from sigmascope.analysis.what_changed import causes_in_words
 from sigmascope.errors import ConfigError, StoreError
-from sigmascope.history.row import moment_in_utc
+from sigmascope.history.row import moment_in_utc, row_of
 from sigmascope.history.store import COMPARABLE, Filters, KeptRun, Point, Store
 from sigmascope.records.run import Run
 
@@ -70,6 +70,36 @@ def trends(
         kinds.setdefault(point.kind if by_recipe else point.kind[:-1], []).append(point)
     series = [_series(figure, unit, of_kind) for of_kind in kinds.values()]
     return sorted(filter(None, series), key=lambda one: one.runs[-1].started_at, reverse=True)
+
+
+def comparable_before(store: Store, runs: Sequence[Run]) -> list[Run]:
+    """The kept runs of the same work on the same device before these, the oldest first; 50 at most.
+
+    The runs themselves need not be in the store.
+
+    Raises:
+        ConfigError: The runs are not of one kind of work.
+        StoreError: There is none, or the store cannot be read.
+    """
+    rows = [row_of(run) for run in runs]
+    kinds = {tuple(getattr(row, name) for name in COMPARABLE) for row in rows}
+    if len(kinds) != 1:
+        differing = [name for name, *values in zip(COMPARABLE, *kinds, strict=True) if len(set(values)) > 1]
+        raise ConfigError(
+            f"The runs differ in {', '.join(differing)}." if kinds else "There are no runs to check.",
+            hint="Check runs of one kind of work at a time.",
+        )
+    first = min(rows, key=lambda row: row.started_at)
+    beginning = KeptRun(0, first, "", "", 0, (), ())
+    ids = {row.id for row in rows}
+    found = store.comparable_before(beginning, limit=MOST_BEFORE + len(rows))
+    kept = [run for run in found if run.row.id not in ids][:MOST_BEFORE]
+    if not kept:
+        raise StoreError(
+            f"No run like {first.id} was kept before it: of the same pipeline, model, size, steps and device.",
+            hint="List what is kept with sigmascope runs.",
+        )
+    return [store.record(run.number) for run in reversed(kept)]
 
 
 def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series | None:

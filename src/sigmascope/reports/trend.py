@@ -1,11 +1,12 @@
-"""Series of runs made visible: in the terminal, as one HTML file, as Markdown; and a series as a picture for any page.
+"""Series of runs made visible: in the terminal, as one HTML file, as Markdown; a series as a picture, a check as Markdown.
 
 Each says how a figure stands and where it changed: when, from what to what, and what differs between the runs before and
-after. `trend.html.jinja` and `trend.md.jinja` lay them out.
+after. `trend.html.jinja`, `trend.md.jinja` and `check.md.jinja` lay them out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
@@ -17,8 +18,10 @@ from rich.text import Text
 
 from sigmascope import svg
 from sigmascope.__about__ import __version__
+from sigmascope.analysis.run_comparison import RegressionCheck
 from sigmascope.analysis.run_figures import Unit
 from sigmascope.analysis.trend import FEWEST_BEFORE, FEWEST_NEW, Series, ToldChange
+from sigmascope.analysis.what_changed import WhatChanged
 from sigmascope.plain_text import in_one_line
 from sigmascope.reports.html import template
 from sigmascope.reports.markdown import as_text
@@ -28,6 +31,7 @@ _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _COLUMNS: Final = 60
 _MOST_CHANGES: Final = 10
 _MOST_CAUSES: Final = 3
+_LONGEST_HEADLINE: Final = 800
 _MOST_DOTS: Final = 600
 _WIDTH, _HEIGHT, _LEFT, _EDGE = 960, 180, 76, 12
 _UP, _DOWN, _LEVEL, _DOT = "var(--bad)", "var(--good)", "var(--c1)", "var(--c0)"
@@ -211,6 +215,33 @@ def _cells(series: Series) -> Iterator[tuple[str, str, str, str]]:
         yield day(told.started_at), told.run, change_in_words(series, told), causes_in_words(told)
 
 
+def checks_as_markdown(
+    checks: Mapping[str, tuple[RegressionCheck, WhatChanged]], missing: Mapping[str, str]
+) -> str:
+    """A check for a pull request: what regressed, what changed, and the figures, each work by itself."""
+    views = [
+        {
+            "work": as_text(work),
+            "regressed": len(check.regressed),
+            "headline": as_text(changed.headline, _LONGEST_HEADLINE),
+            "recipe": [tuple(map(as_text, (name, *sides))) for name, sides in changed.recipe.items()],
+            "figures": [
+                (
+                    as_text(figure.comparison.name),
+                    amount(figure.comparison.baseline, figure.comparison.unit),
+                    amount(figure.comparison.new, figure.comparison.unit),
+                    figure.verdict,
+                    as_text(figure.why),
+                )
+                for figure in check.figures
+            ],
+        }
+        for work, (check, changed) in checks.items()
+    ]
+    left_out = [(as_text(work or "other runs"), as_text(why)) for work, why in missing.items()]
+    return template("check.md.jinja").render(checks=views, missing=left_out)
+
+
 def picture(series: Series) -> Markup:
     """The series as SVG for a page with the house's colours: a dot a run, a line for each level, a tip under the mouse.
 
@@ -239,7 +270,7 @@ def picture(series: Series) -> Markup:
         tip = f"{in_one_line(runs[index].id)[:8]}, {day(runs[index].started_at)}: {amount(values[index], series.unit)}"
         shapes.append(svg.dot(x(index), y(values[index]), 2.5, _DOT, tip))
     starts = [0, *(told.change.at for told in series.changes), len(values)]
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         level = y(median(values[start:end]))
         shapes.append(svg.line((x(start), level), (x(max(start, end - 1)), level), _LEVEL))
     for told in series.changes:
