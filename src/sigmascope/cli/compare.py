@@ -323,7 +323,6 @@ def check(
     against_history: Annotated[
         bool,
         typer.Option(
-            "--against-history",
             "--against_history",
             help="In place of --baseline: the last 50 kept runs of the same work on the same device before these.",
         ),
