@@ -1,0 +1,175 @@
+"""Series of kept runs: what is one series, in which order, and what differs where it changed."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.history.kept_runs import kept_run
+
+from sigmascope.analysis.trend import Series
+from sigmascope.errors import ConfigError, StoreError
+from sigmascope.history.store import Filters, Point, Store
+from sigmascope.history.trends import comparable_before, in_order_of_running, trends, with_causes
+from sigmascope.records.run import AcceleratorFacts, Run
+
+
+def on_day(day: int, seconds: float, *, torch: str = "2.13", driver: str = "550", **other: Any) -> Run:
+    moment = f"2026-{1 + day // 28:02}-{1 + day % 28:02}T12:00:00+00:00"
+    run = kept_run(started_at=moment, seconds=seconds, **other)
+    assert run.host is not None
+    accelerators = (AcceleratorFacts("cuda:0", "NVIDIA H200", driver_version=driver),)
+    host = replace(run.host, libraries={"sigmascope": "0.1", "torch": torch}, accelerators=accelerators)
+    return replace(run, host=host)
+
+
+def times(count: int, level: float, seed: int = 0) -> list[float]:
+    rng = random.Random(seed)
+    return [level * rng.gauss(1, 0.01) for _ in range(count)]
+
+
+def keep(store: Store, runs: Sequence[Run]) -> None:
+    for run in runs:
+        store.add(run, "watch")
+
+
+def only(store: Store, figure: str = "time", **wanted: Any) -> Series:
+    [series] = trends(store, figure, **wanted)
+    return with_causes(store, series)
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"torch": "2.14"}, "torch 2.13 → 2.14"),  # ComfyUI 14345, 12876: slower since the update
+        ({"driver": "580"}, "cuda:0 driver 550 → 580"),  # ComfyUI 937, A1111 11063: since the driver
+        (
+            {"more": {"surroundings": {"float32 matmul precision": "high"}}},
+            "float32 matmul precision highest → high",
+        ),  # ComfyUI 12721: a switch that the update turned over
+        (
+            {"loras": {"transformer.style": {"file": "style.safetensors", "strength": [1.0]}}},
+            "LoRAs none → transformer.style",
+        ),  # fmt: skip
+        ({}, None),  # ComfyUI 9675: nothing that a record knows
+    ],
+)
+def test_a_change_is_named_by_what_differs_there(
+    store: Store, changed: dict[str, Any], cause: str | None
+) -> None:
+    same: dict[str, Any] = {"more": {"surroundings": {"float32 matmul precision": "highest"}}}
+    keep(store, [on_day(day, seconds, **same) for day, seconds in enumerate(times(15, 10.0))])
+    keep(
+        store,
+        [on_day(15 + day, seconds, **{**same, **changed}) for day, seconds in enumerate(times(4, 15.0))],
+    )
+    [told] = only(store).changes
+    assert told.started_at.startswith("2026-01-16T12:00")
+    assert told.run == store.runs()[3].row.id
+    assert told.causes == (() if cause is None else (cause,))
+    assert told.unavailable is None
+
+
+def test_other_work_and_other_hardware_are_series_of_their_own(store: Store) -> None:
+    keep(store, [on_day(day, 10.0 + day % 2 / 100) for day in range(0, 20, 2)])
+    keep(store, [on_day(day, 30.0, size=(512, 512)) for day in range(1, 20, 2)])
+    slow = [on_day(day, 20.0) for day in range(20, 26)]
+    keep(store, [replace(run, host=replace(run.host, accelerators=(AcceleratorFacts("cuda:0", "A100"),))) for run in slow if run.host])  # fmt: skip
+    found = trends(store)
+    assert [(len(series.runs), series.kind["hardware"]) for series in found] == [
+        (6, "A100"),
+        (10, "NVIDIA H200"),
+        (10, "NVIDIA H200"),
+    ]
+    assert all(series.changes == () for series in found)
+    assert len(trends(store, filters=Filters(since="2026-01-15"))) == 3
+    assert [len(series.runs) for series in trends(store, like=store.runs()[-1])] == [10]
+
+
+def test_a_series_for_each_recipe_on_wish(store: Store) -> None:
+    keep(store, [on_day(day, 10.0, prompt=str(day % 2) * 64) for day in range(8)])
+    assert only(store).recipes == 2
+    assert [len(series.runs) for series in trends(store, by_recipe=True)] == [4, 4]
+    assert [len(one.runs) for one in trends(store, like=store.runs()[0], by_recipe=True)] == [4]
+
+
+def test_figures_of_rows_and_of_records(store: Store) -> None:
+    keep(store, [on_day(day, 11.0) for day in range(4)])
+    assert only(store).values == [11.0] * 4
+    assert only(store, "generation").values == [10.0] * 4
+    assert only(store, "peak").values == [20.0 * 2**30] * 4
+    assert only(store, "step").values == [2.0] * 4  # (11 - 1) / (4 + 1)
+    assert only(store, "denoising").values == [8.0] * 4
+    with pytest.raises(ConfigError, match="latent_decoding"):
+        trends(store, "latent_decoding")
+
+
+def test_runs_that_failed_or_have_no_value_are_left_out(store: Store) -> None:
+    keep(store, [on_day(1, 10.0), on_day(2, 10.0, error="ValueError"), on_day(3, 10.0, complete=False)])
+    keep(store, [replace(on_day(4, 10.0), stages=())])
+    assert len(trends(store)[0].runs) + len(trends(store)[-1].runs) == 2
+    assert [(len(one.runs), one.left_out) for one in trends(store, "generation")] == [(1, 0)]
+
+
+def test_a_busy_machine_is_not_blamed_on_the_runs(store: Store) -> None:
+    def waited(day: int, seconds: float, share: float) -> Run:
+        use = {"own_seconds": 9.0, "waited_seconds": share * seconds}
+        made = on_day(day, seconds, facts={"processor": use})
+        return replace(made, host=replace(made.host, accelerators=()) if made.host else None)
+
+    keep(store, [waited(day, seconds, 0.01) for day, seconds in enumerate(times(15, 10.0))])
+    keep(store, [waited(15 + day, seconds, 0.6) for day, seconds in enumerate(times(4, 25.0))])
+    [told] = only(store).changes
+    assert told.unavailable is not None
+    assert told.unavailable.startswith("the run waited for a processor for 60 % of its time")
+
+
+def point(number: int, started: str, kept: str | None = None, source: str = "watch") -> Point:
+    moments = [f"2026-{moment}:00.000000+00:00" for moment in (started, kept or started)]
+    return Point(number, str(number), *moments, source, 1.0, ())
+
+
+def test_a_run_from_the_future_stands_where_it_was_kept() -> None:
+    points = [point(1, "03-01T12:00"), point(2, "09-01T12:00", "03-02T12:00"), point(3, "03-03T12:00")]
+    ordered, wrong = in_order_of_running(points)
+    assert [one.number for one in ordered] == [1, 2, 3]
+    assert wrong == 1
+
+
+def test_a_clock_that_was_set_back_turns_no_order_over() -> None:
+    points = [point(1, "03-01T12:00"), point(2, "01-01T12:00"), point(3, "03-03T12:00")]
+    assert [one.number for one in in_order_of_running(points)[0]] == [1, 2, 3]
+    a_minute = [point(1, "03-01T12:01"), point(2, "03-01T12:00")]  # two processes, not a wrong clock
+    assert in_order_of_running(a_minute) == (a_minute[::-1], 0)
+
+
+def test_runs_that_were_imported_later_stand_where_they_ran() -> None:
+    points = [point(1, "03-05T12:00"), point(2, "03-01T12:00", "03-06T12:00", "import")]
+    ordered, wrong = in_order_of_running(points)
+    assert [one.number for one in ordered] == [2, 1]
+    assert wrong == 0
+
+
+def test_a_record_that_is_gone_or_damaged_costs_the_causes_alone(store: Store) -> None:
+    keep(store, [on_day(day, seconds) for day, seconds in enumerate([*times(15, 10.0), *times(4, 15.0)])])
+    series = trends(store)[0]
+    store.remove([run.number for run in store.runs(limit=4)])
+    [told] = with_causes(store, series).changes
+    assert told.causes is None
+    assert told.unavailable is not None
+
+
+def test_the_runs_before_some_that_need_not_be_kept(store: Store) -> None:
+    keep(store, [on_day(day, 10.0) for day in range(60)])
+    keep(store, [on_day(61, 10.0, size=(512, 512)), on_day(62, 10.0, error="ValueError")])
+    new = [on_day(70, 10.0), on_day(71, 10.0)]
+    before = comparable_before(store, new)
+    assert len(before) == 50
+    assert before[-1].id == store.runs(Filters(outcome="ok"))[1].row.id
+    keep(store, new)
+    assert comparable_before(store, new) == before
+    with pytest.raises(ConfigError, match="width, height"):
+        comparable_before(store, [*new, on_day(72, 10.0, size=(512, 512))])
+    with pytest.raises(StoreError, match="No run like"):
+        comparable_before(store, [on_day(0, 10.0, pipeline="WanPipeline")])
