@@ -51,7 +51,7 @@ def only(store: Store, figure: str = "time", **wanted: Any) -> Series:
         (
             {"loras": {"transformer.style": {"file": "style.safetensors", "strength": [1.0]}}},
             "LoRAs none → transformer.style",
-        ),  # fmt: skip
+        ),
         ({}, None),  # ComfyUI 9675: nothing that a record knows
     ],
 )

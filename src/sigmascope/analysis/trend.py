@@ -252,11 +252,13 @@ def _has_changed(
         return False
     new, before = values[at : last + 1], values[max(start, at - MOST_BEFORE) : at]
     middle, now = median(before), median(new)
-    if now == middle or middle <= 0 or now <= 0:
-        return now != middle and not is_noise(new, before, unit, limits=limits)
+    if now == middle:
+        return False
     gone = sum((value - middle) / (now - middle) >= _PART_OF_THE_WAY for value in new)
     if gone < _SHARE_GONE * width:
         return False
+    if min(now, middle) <= 0:  # of which there is no ratio
+        return not is_noise(new, before, unit, limits=limits)
     is_new = _is_new_level if len(before) >= _FEWEST_FOR_SCATTER else _is_beyond_all
     return is_new(new, before) and not is_noise(new, before, unit, limits=limits)
 

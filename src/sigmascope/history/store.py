@@ -177,7 +177,7 @@ class Point(NamedTuple):
     started_at: str
     kept_at: str
     source: str
-    value: float | None
+    value: int | float | None
     kind: tuple[Any, ...]
 
 
