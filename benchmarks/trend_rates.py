@@ -38,7 +38,7 @@ from sigmascope.records.serialization import run_from_json, run_to_json
 
 LENGTH = 100
 KINDS = ("gaussian", "log-normal", "late runs", "AR(1)", "drift")
-CHANGES = (1.1, 1.15, 1.3, 1 / 1.1, 1 / 1.3)
+CHANGES = (1.1, 1.15, 1.3, 0.9, 0.75)
 FAMILIES = ("flux", "sd15", "sdxl", "sd3", "qwen_image")
 WHERE = ("as it is", "loaded")
 Series = NDArray[np.float64]

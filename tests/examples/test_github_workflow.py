@@ -71,6 +71,14 @@ SCHEMA = {
 """What of GitHub's workflow syntax the example uses; a key that is not here is misspelt, or to be added."""
 
 
+SCRIPT = """
+import time
+import sigmascope
+with sigmascope.stage("drawing"):
+    time.sleep({})
+"""
+
+
 def workflow() -> dict[str, Any]:
     read = yaml.load(WORKFLOW.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # "on" is no boolean
     return {name: value or None for name, value in read.items()}
@@ -127,7 +135,7 @@ def test_its_commands_keep_a_history_and_fail_a_pull_request(tmp_path: Path) -> 
         return subprocess.run(command, cwd=tmp_path, env={**environment, **more}, check=False).returncode
 
     def checked(seconds: float) -> int:
-        script.write_text(f"import time\ntime.sleep({seconds})\n", encoding="utf-8")
+        script.write_text(SCRIPT.format(seconds), encoding="utf-8")
         for file in (tmp_path / "new").glob("*"):
             file.unlink()
         assert run("Measure") == 0
@@ -135,7 +143,7 @@ def test_its_commands_keep_a_history_and_fail_a_pull_request(tmp_path: Path) -> 
         assert run("Check") == 0
         return run("Fail on a regression", CODE=output.read_text().strip().removeprefix("code="))
 
-    script.write_text("import time\ntime.sleep(0.5)\n", encoding="utf-8")
+    script.write_text(SCRIPT.format(0.5), encoding="utf-8")
     for _ in range(2):
         assert run("Measure") == 0
         assert run("Add to the history") == 0

@@ -23,7 +23,7 @@ _WHOLE: Final = 0.8
 """Generations that take this share of their run are as slow as the whole."""
 _MOST: Final = 60
 """Earlier runs that are looked at: a whole level of a trend."""
-_MOST_COMPARED: Final = 10
+_MOST_COMPARED: Final = 20
 """Their records are read beside a change of a trend."""
 _FEWEST: Final = 3
 """Of fewer nobody knows how far they differ by themselves."""

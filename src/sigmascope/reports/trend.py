@@ -248,7 +248,7 @@ def picture(series: Series) -> Markup:
     Of more than 600 runs some are left out, evenly; the levels are those of all.
     """
     values, runs = series.values, series.runs
-    most = max(values) or 1.0
+    most = float(max(values)) or 1.0
     across = max(len(values) - 1, 1)
 
     def x(index: int) -> float:
@@ -258,8 +258,8 @@ def picture(series: Series) -> Markup:
         return _HEIGHT - 2 * _EDGE - (_HEIGHT - 3 * _EDGE) * value / most
 
     shapes = [
-        svg.line((_LEFT, y(0)), (_WIDTH - _EDGE, y(0)), "var(--line)"),
-        svg.label(_LEFT - 8, y(0) + 4, "0", anchor="end"),
+        svg.line((_LEFT, y(0.0)), (_WIDTH - _EDGE, y(0.0)), "var(--line)"),
+        svg.label(_LEFT - 8, y(0.0) + 4, "0", anchor="end"),
         svg.label(_LEFT - 8, y(most) + 4, amount(most, series.unit), anchor="end"),
         svg.label(_LEFT, _HEIGHT - 4, day(runs[0].started_at)),
     ]
@@ -276,7 +276,7 @@ def picture(series: Series) -> Markup:
     for told in series.changes:
         worse = told.change.after > told.change.before
         place = x(told.change.at)
-        shapes.append(svg.line((place, _EDGE), (place, y(0)), _UP if worse else _DOWN))
+        shapes.append(svg.line((place, _EDGE), (place, y(0.0)), _UP if worse else _DOWN))
     about = svg.plain(f"{series.figure} of {counted(len(values), 'run')}: {state_in_words(series)}")
     return Markup(
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{about}" fill="var(--ink)" font-family="system-ui, sans-serif">'
