@@ -80,7 +80,7 @@ def trend(
                     f"{run} means {len(others) + 1} runs.",
                     hint="Name one, or filter: sigmascope trend --tag TAG",
                 )
-        found = trends(store, figure, filters, like=like, by_recipe=by_recipe)
+        found = trends(store, figure, filters, like=like, by_recipe=by_recipe, most=limit + 1)
         if not found:
             raise StoreError(
                 "No whole run that is kept is meant.", hint="List what is kept with sigmascope runs."

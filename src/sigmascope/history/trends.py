@@ -45,6 +45,7 @@ def trends(
     *,
     like: KeptRun | None = None,
     by_recipe: bool = False,
+    most: int | None = None,
 ) -> list[Series]:
     """The series of the runs that are meant, that with the latest run first.
 
@@ -54,6 +55,7 @@ def trends(
         filters: Which runs.
         like: Only the runs of the same kind of work as this one.
         by_recipe: A series for each recipe, too; with `like`, of its recipe alone.
+        most: So many series, those of the latest runs.
 
     Raises:
         ConfigError: No run has such a figure.
@@ -68,8 +70,9 @@ def trends(
     kinds: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
         kinds.setdefault(point.kind if by_recipe else point.kind[:-1], []).append(point)
-    series = [_series(figure, unit, of_kind) for of_kind in kinds.values()]
-    return sorted(filter(None, series), key=lambda one: one.runs[-1].started_at, reverse=True)
+    timed = [of_kind for of_kind in kinds.values() if any(is_value(point.value) for point in of_kind)]
+    timed.sort(key=lambda of_kind: max(point.started_at for point in of_kind), reverse=True)
+    return [_series(figure, unit, of_kind) for of_kind in timed[:most]]
 
 
 def comparable_before(store: Store, runs: Sequence[Run]) -> list[Run]:
@@ -102,15 +105,13 @@ def comparable_before(store: Store, runs: Sequence[Run]) -> list[Run]:
     return [store.record(run.number) for run in reversed(kept)]
 
 
-def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series | None:
+def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series:
     ordered, wrong = in_order_of_running(points)
     timed = tuple(
         SeriesRun(point.number, point.id, point.started_at, float(point.value))
         for point in ordered
         if point.value is not None and is_value(point.value)
     )
-    if not timed:
-        return None
     limits = _PROCESS if unit == "bytes" and _is_of_process(ordered[-1]) else USUAL
     trend = trend_of([run.value for run in timed], unit, limits=limits)
     recipes = {point.kind[-1] for point in ordered}
