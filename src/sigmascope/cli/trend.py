@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from sigmascope import units
 from sigmascope.cli.console import Console, print_json, put, say
 from sigmascope.cli.options import AsJson, option_groups
 from sigmascope.cli.runs.kept_runs import Chosen
@@ -103,6 +102,4 @@ def trend(
 
         Console().print(render_trends(shown))
     if len(found) > limit and not as_json:
-        say(
-            f"{units.counted(len(found) - limit, 'more series', 'more series')}; --limit shows them", err=True
-        )
+        say("There are more series: --limit shows them.", err=True)
