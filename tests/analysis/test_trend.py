@@ -25,7 +25,9 @@ def places(values: list[float], unit: str = "seconds") -> list[int]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (9.6, 32.0),  # ComfyUI 14345: 0.16 to 0.53 min after an update
+        (20.0, 50.0),  # ComfyUI 9675
+        (7.0, 540.0),  # stable-diffusion-webui 12267
+        (4.6, 20.0),  # ComfyUI 4271, seconds a step
         (10.0, 11.2),
         (20.0, 10.0),
     ],

@@ -57,6 +57,7 @@ EXITS = (
     "runs note latest EVIL", "runs rm latest", "runs prune --most 0", "runs export out.jsonl", "runs export out.csv --table stages", "runs export EVIL", "runs merge RUN RUN2 --output OUT",
     "runs merge RUN RUN --output OUT", "show RUN --prometheus OUT", "runs import RUN2", "runs import NONE",
     "runs query SELECT(id)FROM(runs)", "runs query SELECT(note)FROM(notes)", "runs query EVIL", "ui --host EVIL", "ui --prompts EVIL", "show latest", "compare", "compare latest EVIL", "runs EVIL",
+    "trend", "trend latest --json", "trend --markdown", "trend --html OUT", "trend EVIL", "trend --figure EVIL", "check latest --against-history", "check RUN --against-history --markdown",
     "EVIL", "lora EVIL", "lora inspect LORA EVIL",
 )  # fmt: skip
 """Command lines, ending well or not; capitals stand for files whose names and content are evil."""

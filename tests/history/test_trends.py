@@ -15,12 +15,20 @@ from sigmascope.history.trends import comparable_before, in_order_of_running, tr
 from sigmascope.records.run import AcceleratorFacts, Run
 
 
-def on_day(day: int, seconds: float, *, torch: str = "2.13", driver: str = "550", **other: Any) -> Run:
+def on_day(
+    day: int,
+    seconds: float,
+    *,
+    torch: str = "2.13",
+    diffusers: str = "0.25.1",
+    driver: str = "595.71",
+    **other: Any,
+) -> Run:
     moment = f"2026-{1 + day // 28:02}-{1 + day % 28:02}T12:00:00+00:00"
     run = kept_run(started_at=moment, seconds=seconds, **other)
     assert run.host is not None
     accelerators = (AcceleratorFacts("cuda:0", "NVIDIA H200", driver_version=driver),)
-    host = replace(run.host, libraries={"sigmascope": "0.1", "torch": torch}, accelerators=accelerators)
+    host = replace(run.host, libraries={"torch": torch, "diffusers": diffusers}, accelerators=accelerators)
     return replace(run, host=host)
 
 
@@ -40,35 +48,31 @@ def only(store: Store, figure: str = "time", **wanted: Any) -> Series:
 
 
 @pytest.mark.parametrize(
-    ("changed", "cause"),
+    ("before", "after", "changed", "cause"),
     [
-        ({"torch": "2.14"}, "torch 2.13 → 2.14"),  # ComfyUI 14345, 12876: slower since the update
-        ({"driver": "580"}, "cuda:0 driver 550 → 580"),  # ComfyUI 937, A1111 11063: since the driver
-        (
-            {"more": {"surroundings": {"float32 matmul precision": "high"}}},
-            "float32 matmul precision highest → high",
-        ),  # ComfyUI 12721: a switch that the update turned over
-        (
-            {"loras": {"transformer.style": {"file": "style.safetensors", "strength": [1.0]}}},
-            "LoRAs none → transformer.style",
-        ),
-        ({}, None),  # ComfyUI 9675: nothing that a record knows
+        (20.0, 50.0, {}, None),  # ComfyUI 9675: "without changing anything"
+        (175.0, 235.0, {"torch": "2.14"}, "torch 2.13 → 2.14"),  # ComfyUI 937: after an update
+        (1.25, 2.5, {"diffusers": "0.29.2"}, "diffusers 0.25.1 → 0.29.2"),  # diffusers 8880: 20 steps, 16 and 8 a second
+        (10.0, 20.0, {"driver": "595.79"}, "cuda:0 driver 595.71 → 595.79"),  # sd-webui-forge-classic 1002
+        (10.0, 12.0, {"loras": {"transformer.style": {"file": "style.safetensors", "strength": [1.0]}}},
+         "LoRAs none → transformer.style"),  # ComfyUI 4197: a fifth slower, with a LoRA
+        (10.0, 40.0, {"more": {"surroundings": {"default dtype": "float32"}}}, "default dtype float16 → float32"),  # Leffa 34
     ],
-)
-def test_a_change_is_named_by_what_differs_there(
-    store: Store, changed: dict[str, Any], cause: str | None
+    ids=["ComfyUI 9675", "ComfyUI 937", "diffusers 8880", "forge-classic 1002", "ComfyUI 4197", "Leffa 34"],
+)  # fmt: skip
+def test_what_people_reported_is_named_by_what_differs_there(
+    store: Store, before: float, after: float, changed: dict[str, Any], cause: str | None
 ) -> None:
-    same: dict[str, Any] = {"more": {"surroundings": {"float32 matmul precision": "highest"}}}
-    keep(store, [on_day(day, seconds, **same) for day, seconds in enumerate(times(15, 10.0))])
-    keep(
-        store,
-        [on_day(15 + day, seconds, **{**same, **changed}) for day, seconds in enumerate(times(4, 15.0))],
-    )
+    same: dict[str, Any] = {"more": {"surroundings": {"default dtype": "float16"}}}
+    keep(store, [on_day(day, seconds, **same) for day, seconds in enumerate(times(15, before))])
+    new = [on_day(15 + day, seconds, **{**same, **changed}) for day, seconds in enumerate(times(4, after))]
+    keep(store, new)
     [told] = only(store).changes
     assert told.started_at.startswith("2026-01-16T12:00")
-    assert told.run == store.runs()[3].row.id
+    assert told.run == new[0].id
     assert told.causes == (() if cause is None else (cause,))
     assert told.unavailable is None
+    assert told.change.after / told.change.before == pytest.approx(after / before, rel=0.02)
 
 
 def test_other_work_and_other_hardware_are_series_of_their_own(store: Store) -> None:
