@@ -39,7 +39,7 @@ def test_a_step_is_found_three_runs_after_it_began(before: float, after: float) 
     assert (change.at, change.found_at) == (30, 32)
     assert change.before == pytest.approx(before, rel=0.01)
     assert change.after == pytest.approx(after, rel=0.01)
-    assert change.share == pytest.approx(after / before - 1, abs=0.02)
+    assert change.share == pytest.approx(after / before - 1, rel=0.02, abs=0.02)
 
 
 def test_what_is_a_change_is_no_noise_to_a_comparison() -> None:

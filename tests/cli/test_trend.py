@@ -82,7 +82,7 @@ def test_a_page_and_markdown_escape_what_a_record_holds(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page
     text = did("trend", "--markdown").stdout
     assert "<script>" not in text
-    assert "](http" not in text
+    assert "http://" not in text
     assert "@all" not in text
 
 
