@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+
+from sigmascope.records.serialization import load_run
 
 WORKFLOW = Path(__file__).parents[2] / "examples" / "github" / "performance.yml"
 TEXTS = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
@@ -115,7 +118,7 @@ def test_what_a_step_asks_of_another_is_there() -> None:
 
 @pytest.mark.slow
 def test_its_commands_keep_a_history_and_fail_a_pull_request(tmp_path: Path) -> None:
-    """Twice a push to main, then a pull request as fast, then one of which each run takes a second more."""
+    """A push to main, then a pull request as fast, then one whose runs take three times as long."""
     (tmp_path / "bin").mkdir()
     shim = tmp_path / "bin" / "sigmascope"
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sigmascope "$@"\n', encoding="utf-8")
@@ -134,23 +137,34 @@ def test_its_commands_keep_a_history_and_fail_a_pull_request(tmp_path: Path) -> 
         command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps()[name]["run"]]
         return subprocess.run(command, cwd=tmp_path, env={**environment, **more}, check=False).returncode
 
-    def checked(seconds: float) -> int:
-        script.write_text(SCRIPT.format(seconds), encoding="utf-8")
-        for file in (tmp_path / "new").glob("*"):
-            file.unlink()
-        assert run("Measure") == 0
+    def checked() -> int:
         output.write_text("", encoding="utf-8")
         assert run("Check") == 0
         return run("Fail on a regression", CODE=output.read_text().strip().removeprefix("code="))
 
     script.write_text(SCRIPT.format(0.5), encoding="utf-8")
-    for _ in range(2):
-        assert run("Measure") == 0
-        assert run("Add to the history") == 0
-    assert "no change point in 10 runs" in summary.read_text(encoding="utf-8")
-    assert checked(0.5) == 0
-    assert checked(3.0) == 1
+    assert run("Measure") == 0
+    files = sorted((tmp_path / "new").glob("*.json"))
+    assert len(files) == 5
+    runs = [load_run(file) for file in files]
+    for number, made in enumerate(runs * 2):  # what main made on two days before
+        earlier = replace(
+            made, id=f"{number:032x}", started_at=f"2026-01-0{1 + number // 5}T12:0{number % 5}:00+00:00"
+        )
+        earlier.save(tmp_path / "new" / f"earlier-{number}.json")
+    assert run("Add to the history") == 0
+    assert "no change point in 15 runs" in summary.read_text(encoding="utf-8")
+    for file in (tmp_path / "new").glob("earlier-*"):
+        file.unlink()
+    for number, (file, made) in enumerate(zip(files, runs, strict=True)):
+        later = replace(made, id=f"{100 + number:032x}", started_at=f"2027-01-01T12:0{number}:00+00:00")
+        later.save(file)
+    assert checked() == 0
+    for file in files:
+        slow = load_run(file)
+        replace(slow, seconds=3 * slow.seconds).save(file)
+    assert checked() == 1
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert report.startswith("**")
+    assert report.startswith("**1 figure regressed.")
     assert "| total |" in report
     assert summary.read_text(encoding="utf-8").endswith(report)
