@@ -131,7 +131,7 @@ def test_a_busy_machine_is_not_blamed_on_the_runs(store: Store) -> None:
 
 def point(number: int, started: str, kept: str | None = None, source: str = "watch") -> Point:
     moments = [f"2026-{moment}:00.000000+00:00" for moment in (started, kept or started)]
-    return Point(number, str(number), *moments, source, 1.0, ())
+    return Point(number, str(number), moments[0], moments[1], source, 1.0, ())
 
 
 def test_a_run_from_the_future_stands_where_it_was_kept() -> None:

@@ -546,7 +546,7 @@ class Store:
         first = (RUNS.c.number, RUNS.c.id, RUNS.c.started_at, RUNS.c.kept_at, RUNS.c.source, RUNS.c[column])
         chosen = _chosen(select(*first, *kind), filters).where(RUNS.c.outcome == "ok", *same)
         with self._reading() as connection:
-            return [Point(*row[:6], tuple(row[6:])) for row in connection.execute(chosen)]
+            return [Point._make((*row[:6], tuple(row[6:]))) for row in connection.execute(chosen)]
 
     def _listed(self, chosen: Select[Any]) -> list[KeptRun]:
         with self._reading() as connection:
