@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scipy.stats import binom
@@ -98,7 +99,7 @@ def test_a_slowdown_of_the_device_is_found_also_where_a_run_lacks_its_clock(lack
 @pytest.mark.parametrize(
     "wrong", [{"max_slowdown": -0.1}, {"max_growth": math.nan}, {"alpha": 0.0}, {"alpha": 1.0}]
 )
-def test_limits_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> None:
+def test_limits_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
         check_regression([run([1.0])], [run([1.0])], **wrong)
 
