@@ -393,8 +393,8 @@ def _with_history(paths: list[Path]) -> "tuple[list[Run], list[Run]]":
     with open_store(create=False) as store:
         before = comparable_before(store, runs)
     say(
-        f"Against {units.counted(len(before), 'kept run')}, {local_time(before[0].started_at)} to "
-        f"{local_time(before[-1].started_at)}",
+        f"Against {units.counted(len(before), 'kept run')}, {units.local_time(before[0].started_at)} to "
+        f"{units.local_time(before[-1].started_at)}",
         err=True,
     )
     return runs, before
