@@ -506,30 +506,9 @@ class Store:
             RUNS.c.started_at < run.row.started_at,
             (RUNS.c.started_at == run.row.started_at) & (RUNS.c.number < run.number),
         )
-        return self._of_kind(run, limit, before)
-
-    def comparable(self, run: KeptRun, *, limit: int) -> list[KeptRun]:
-        """The last whole runs that did the same kind of work on the same device, itself among them, the newest first."""
-        return self._of_kind(run, limit)
-
-    def _of_kind(self, run: KeptRun, limit: int, *conditions: ColumnElement[bool]) -> list[KeptRun]:
         same = (RUNS.c[name].is_not_distinct_from(getattr(run.row, name)) for name in COMPARABLE)
-        chosen = select(RUNS).where(*conditions, RUNS.c.outcome == "ok", *same)
+        chosen = select(RUNS).where(before, RUNS.c.outcome == "ok", *same)
         return self._listed(chosen.order_by(RUNS.c.started_at.desc(), RUNS.c.number.desc()).limit(limit))
-
-    def kinds_of_work(self, *, limit: int) -> list[tuple[KeptRun, int]]:
-        """A whole run of each kind of work on each device, the one kept last, and how many there are of it."""
-        kinds = (
-            select(func.max(RUNS.c.number), func.count(RUNS.c.number))
-            .where(RUNS.c.outcome == "ok")
-            .group_by(*(RUNS.c[name] for name in COMPARABLE))
-            .order_by(func.max(RUNS.c.number).desc())
-            .limit(limit)
-        )
-        with self._reading() as connection:
-            counts = {int(number): int(count) for number, count in connection.execute(kinds)}
-        runs = {run.number: run for run in self.runs_of_numbers(list(counts))}
-        return [(runs[number], count) for number, count in counts.items() if number in runs]
 
     def points(
         self, column: str, filters: Filters | None = None, *, like: KeptRun | None = None

@@ -100,8 +100,8 @@ def one_look() -> Iterator[None]:
         yield
         return
     outer, collects = _LOOK.set({}), gc.isenabled()
-    gc.disable()
-    try:
+    try:  # a Ctrl-C that comes with the next line is no reason to leave the collector off
+        gc.disable()
         yield
     finally:
         if collects:

@@ -1,6 +1,5 @@
-"""Time and memory of runs of the same kind, one after another."""
+"""Time and memory of runs of the same kind, one after another, and the places where they changed."""
 
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from starlette.concurrency import run_in_threadpool
@@ -8,15 +7,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sigmascope.analysis.trend import Series
 from sigmascope.history.location import file_of
-from sigmascope.history.store import KeptRun, open_store
+from sigmascope.history.store import open_store
+from sigmascope.history.trends import trends, with_causes
+from sigmascope.reports.trend import (
+    causes_in_words,
+    change_in_words,
+    day,
+    notes,
+    picture,
+    state_in_words,
+    title,
+)
 from sigmascope.ui.app import Part, page_of
 from sigmascope.ui.security import Refusal
-from sigmascope.units import counted, format_size, local_time, seconds
+from sigmascope.units import counted
 
 _MOST_KINDS: Final = 40
-_MOST_RUNS: Final = 400
 _FEWEST: Final = 2
+_MOST_CHANGES: Final = 10
+_FIGURES: Final = {"time": "Time", "peak": "Peak of memory"}
 
 
 def trend_part(url: str) -> Part:
@@ -39,69 +50,45 @@ def _view(url: str, chosen: str) -> dict[str, Any]:
     if file is not None and not file.exists():
         return {"kinds": [], "chosen": None, "charts": []}
     with open_store(url, create=False) as store:
-        kinds = [(run, count) for run, count in store.kinds_of_work(limit=_MOST_KINDS) if count >= _FEWEST]
-        last = kinds[0][0] if kinds else None
+        kinds = [series for series in trends(store) if len(series.runs) >= _FEWEST][:_MOST_KINDS]
+        number = kinds[0].runs[-1].number if kinds else None
         if chosen:
-            found = store.runs_of_numbers([int(chosen)]) if chosen.isdecimal() and len(chosen) < 19 else []
-            if not found:
-                raise Refusal(404, "There is no such run in the store.", "Choose one of the list.")
-            last = found[0]
-        series = [] if last is None else store.comparable(last, limit=_MOST_RUNS)[::-1]
+            number = int(chosen) if chosen.isdecimal() and len(chosen) < 19 else None
+        found = [] if number is None else store.runs_of_numbers([number])
+        if chosen and not found:
+            raise Refusal(404, "There is no such run in the store.", "Choose one of the list.")
+        series = [one for kept in found for figure in _FIGURES for one in trends(store, figure, like=kept)]
+        series = [with_causes(store, one, most=_MOST_CHANGES) for one in series if len(one.runs) >= _FEWEST]
     return {
         "kinds": [
             {
-                "number": run.number,
-                "words": _words(run),
-                "count": counted(count, "run"),
-                "is_chosen": last is not None and run.number == last.number,
+                "number": one.runs[-1].number,
+                "words": title(one),
+                "count": counted(len(one.runs), "run"),
+                "is_chosen": any(run.number == number for run in one.runs),
             }
-            for run, count in kinds
+            for one in kinds
         ],
-        "chosen": None if last is None else _words(last),
-        "charts": list(_charts(series)),
+        "chosen": title(series[0]) if series else None,
+        "charts": [_chart(one) for one in series],
     }
 
 
-def _words(run: KeptRun) -> str:
-    row = run.row
-    parts = [
-        (row.pipeline or row.name or "unnamed").removesuffix("Pipeline"),
-        row.work,
-        row.model,
-        None if row.width is None else f"{row.width}×{row.height}",
-        None if row.steps is None else counted(row.steps, "step"),
-        row.hardware or row.device,
-    ]
-    return ", ".join(filter(None, parts))
-
-
-def _charts(series: list[KeptRun]) -> Iterator[dict[str, Any]]:
-    """A chart of times and one of peaks, each from 0."""
-    charts: tuple[tuple[str, Callable[[Any], str], list[tuple[KeptRun, float | int]]], ...] = (
-        ("Time", seconds, [(run, run.row.seconds) for run in series]),
-        (
-            "Peak of memory",
-            format_size,
-            [(run, run.row.peak_bytes) for run in series if run.row.peak_bytes is not None],
-        ),
-    )
-    for title, shown, values in charts:
-        most = max((value for _, value in values), default=0)
-        if len(values) < _FEWEST or not most:
-            continue
-        yield {
-            "title": title,
-            "most": shown(most),
-            "first": local_time(values[0][0].row.started_at),
-            "last": local_time(values[-1][0].row.started_at),
-            "label": f"{title} of {counted(len(values), 'run')}, up to {shown(most)}",
-            "dots": [
-                {
-                    "x": 1 + 98 * index / (len(values) - 1),
-                    "y": 97 - 90 * value / most,
-                    "number": run.number,
-                    "about": f"{run.row.id[:8]}, {local_time(run.row.started_at)}: {shown(value)}",
-                }
-                for index, (run, value) in enumerate(values)
-            ],
-        }
+def _chart(series: Series) -> dict[str, Any]:
+    numbers = {run.id: run.number for run in series.runs}
+    return {
+        "title": _FIGURES[series.figure],
+        "state": state_in_words(series),
+        "picture": picture(series),
+        "notes": notes(series),
+        "changes": [
+            {
+                "since": day(told.started_at),
+                "id": told.run[:8],
+                "number": numbers[told.run],
+                "change": change_in_words(series, told),
+                "causes": causes_in_words(told),
+            }
+            for told in series.changes[-_MOST_CHANGES:]
+        ],
+    }
