@@ -92,4 +92,6 @@ def test_a_broken_lora_s_folders_stay_here(privacy: Any, tmp_path: Path) -> None
     for surface in all_surfaces():
         told = html.unescape(surface.render([watch.record()], privacy))
         assert "zebracorn" not in told, surface.name
-        assert "loras/style.safetensors" in re.sub(r"\\(.)", r"\1", told)
+        names_files = surface.name != "prometheus"  # a label for each file would be without bound
+        assert ("style.safetensors" in told) == names_files
+        assert not names_files or "loras/style.safetensors" in re.sub(r"\\(.)", r"\1", told)

@@ -34,7 +34,7 @@ from sigmascope.analysis.run_comparison import (
     Limits,
     compare_totals,
 )
-from sigmascope.analysis.run_figures import BUSY, GENERATION, total_of
+from sigmascope.analysis.run_figures import BUSY, GENERATION, MUCH_WAITED, total_of
 from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, is_duration, names_in
 
 _PREDICTION_TOLERANCE: Final = 0.2
@@ -158,6 +158,8 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         sentences = ["Nothing differs beyond noise."]
     if time is not None and not is_comparable:
         sentences = [failed, *sentences[2:], time]  # what can be told comes first
+    elif total is not None and not is_comparable:
+        sentences.append(f"A small change of times could not be seen: {total.unavailable['wall']}.")
     return WhatChanged(
         " ".join(filter(None, [*sentences, broken_off])),
         recipe,
@@ -234,7 +236,8 @@ def _time_sentence(
     if total is None or not rows:
         return None
     if not total.is_comparable:
-        return _beside_others(total, new, baseline)
+        is_as_before = total.is_noise_on_the_wall and _both_waited(total)
+        return None if is_as_before else _beside_others(total, new, baseline)
     if total.is_noise:
         return None
     now, before = median(run.seconds for run in new), median(run.seconds for run in baseline)
@@ -257,6 +260,11 @@ def _time_sentence(
     return (
         f"{change}: {'; '.join([difference, *(['nothing in the recipe explains it'] if is_open else why)])}."
     )
+
+
+def _both_waited(compared: FigureComparison) -> bool:
+    """Whether both sides waited much for a processor: then a wait is no change."""
+    return compared.waited is not None and min(compared.waited) > MUCH_WAITED
 
 
 def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Sequence[Run]) -> str:

@@ -193,6 +193,14 @@ def test_what_waited_is_not_comparable_even_where_the_clock_shows_no_change() ->
     )
 
 
+def test_where_both_waited_a_wait_is_no_change() -> None:
+    before, now = beside_others(2.0, 2.0, 1.0), beside_others(2.05, 2.0, 1.1, others_cpu_share=0.9)
+    assert what_changed([now], [before]).headline == (
+        "Nothing differs beyond noise. A small change of times could not be seen: the run waited for a processor for 54 % of "
+        "its time (before: 50 %)."
+    )
+
+
 @pytest.mark.parametrize(
     ("is_before", "words"),
     [

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from sigmascope.lora.families.cross_attention import FEED_FORWARD
 from sigmascope.lora.families.family import Family, InDiffusers, Reads
 
 COGVIEW4: Final = Family(
@@ -13,6 +14,7 @@ COGVIEW4: Final = Family(
     signatures={
         "diffusers": "patch_embed.proj.weight time_condition_embed.condition_embedder.linear_1.weight transformer_blocks.0.attn1.to_q.weight"
     },
+    ratios=FEED_FORWARD,
     widths=(2560,),
     layers="""
         transformer_blocks.#.attn1.to_q
