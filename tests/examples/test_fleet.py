@@ -85,6 +85,7 @@ def test_what_the_compose_file_names_is_there() -> None:
     assert {target.split(":")[0] for target in targets} <= set(compose["services"])
 
 
+@pytest.mark.slow
 @needs_prometheus
 def test_promtool_takes_the_rules_and_each_alert_fires_when_it_should(tmp_path: Path) -> None:
     for name in ("rules.yml", "rules_test.yml", "prometheus.yml"):

@@ -188,7 +188,7 @@ def is_noise(
         )
     if fewest < _FEWEST_TO_SEPARATE:  # one may be late: the nearest of the sides are compared
         now, before = min(higher), max(lower)
-        separate, change = few, now / before - 1
+        separate, change = few, now / before - 1 if before > 0 else math.inf
     if unit == "seconds" and abs(now - before) < least_seconds:
         return True
     return change <= separate or not min(higher) > max(lower)

@@ -117,5 +117,5 @@ def test_what_takes_a_model_takes_its_name_on_the_hub() -> None:
         if models.fullmatch(param.opts[0]) or (param.metavar and models.fullmatch(param.metavar))
     }
     without = {where for where, has in taking.items() if not has}
-    assert without == {"lora grid model", "runs list --model", "runs export --model"}
+    assert without == {"lora grid model", "runs list --model", "runs export --model", "trend --model"}
     assert len(taking) > 12

@@ -206,7 +206,7 @@ def folder(file: Path) -> None:
     ("damage", "words"),
     [
         (newer, "later version"),
-        (folder, "cannot be opened"),
+        (folder, "is a folder"),
         (lambda file: file.write_bytes(b"garbage " * 9000), "damaged"),
     ],
 )
