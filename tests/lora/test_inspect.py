@@ -190,6 +190,18 @@ def test_progress_reaches_the_number_of_modules(tmp_path: Path) -> None:
     assert seen == [(1, 2), (2, 2)]
 
 
+def test_a_model_given_as_a_lora_is_called_a_model(tmp_path: Path) -> None:
+    keys = [f"blocks.{block}.self_attn.{part}.weight" for block in range(2) for part in "qkvo"]
+    model = tmp_path / "model.safetensors"
+    save_file(
+        {key: torch.zeros(8, 8) for key in keys}
+        | {"patch_embedding.weight": torch.zeros(8, 4, 1, 2, 2), "head.modulation": torch.zeros(1, 2, 8)},
+        model,
+    )
+    with pytest.raises(LoraFormatError, match=r"model\.safetensors is a model \(WAN\), not a LoRA"):
+        inspect_lora(model)
+
+
 def test_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.safetensors"
     save_file(factors("denoiser.conv_in", 8, 6, 2), damaged)

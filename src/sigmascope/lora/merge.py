@@ -40,9 +40,11 @@ from sigmascope.lora.file import (
     refuse_files,
     refuse_inputs,
 )
+from sigmascope.lora.file_family import title_of
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.linalg import FULL_RANK, at_least_float32, same_matrix
+from sigmascope.lora.module_names import is_of_family, parse_names
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
     FULL_RANK_PLAN,
@@ -211,7 +213,8 @@ def merge_lora_files(
             not given.
         CheckpointError: A file is missing, damaged, or no file of tensors.
         LoraFormatError: A file is not understood, or holds changes that depend on a base that is not given.
-        ModelMismatchError: The LoRAs change layers of different shape, or the statistics are of another model.
+        ModelMismatchError: The LoRAs are for different models or change layers of different shape, or the statistics are
+            of another model.
         NonFiniteError: NaN or Inf in a LoRA, or factors too large for the storage precision.
         WriteError: The target cannot be written; it is as it was.
     """
@@ -227,6 +230,7 @@ def merge_lora_files(
         originals = [files.enter_context(open_lora(path)) for path in paths]
         lora_files = [lora.path or path for lora, path in zip(originals, paths, strict=True)]
         refuse_files(target, lora_files)
+        _require_one_model(originals)
         bases = None
         if options.base is not None:
             checkpoint = files.enter_context(open_checkpoint(options.base))
@@ -286,6 +290,29 @@ def merge_lora_files(
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
             loads=output.loads,
+        )
+
+
+def _require_one_model(loras: Sequence[LoraFile]) -> None:
+    """Refuse LoRAs of which no family has layers of each: no model has a place for their sum.
+
+    LoRAs that change no denoiser, or one of an unknown family, fit any model.
+    """
+    told: list[tuple[LoraFile, str, list[str]]] = []
+    for lora in loras:
+        names = parse_names(lora)
+        placed = map(names.layout.split, names.layers.values())
+        denoiser = [path for part, path in placed if part.startswith("denoiser")]
+        if denoiser and names.layout.family != "unknown":
+            told.append((lora, names.layout.family, denoiser))
+    if told and not any(
+        all(any(is_of_family(family, path) for path in paths) for _, _, paths in told)
+        for family in {family for _, family, _ in told}
+    ):
+        listed = ", ".join(f"{lora} is for {title_of(family)}" for lora, family, _ in told)
+        raise ModelMismatchError(
+            f"No model has layers for each of these LoRAs: {listed}.",
+            hint="Merge LoRAs of one base model. sigmascope lora inspect tells what a LoRA is for.",
         )
 
 

@@ -311,6 +311,26 @@ def test_loras_that_share_no_layer_are_doubted(two: list[Path], tmp_path: Path) 
     assert [finding.id for finding in report.findings] == ["lora.merge.apart"]
 
 
+def test_loras_for_different_families_are_refused(tmp_path: Path) -> None:
+    flux, sd15 = tmp_path / "flux.safetensors", tmp_path / "sd15.safetensors"
+    save_file(module("lora_unet_double_blocks_0_img_attn_qkv", (12, 4), 2, 0), flux)
+    save_file(
+        module("lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k", (12, 768), 2, 0), sd15
+    )
+    with pytest.raises(ModelMismatchError, match=r"sd15.*Stable Diffusion 1\.5.*flux.*FLUX"):
+        merge_lora_files([sd15, flux], tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_loras_of_kin_that_share_no_layer_are_merged(tmp_path: Path) -> None:
+    # LTX-2 has LTX-Video's layers for the picture, and layers for the sound beside them.
+    paths = [tmp_path / "picture.safetensors", tmp_path / "sound.safetensors"]
+    save_file(module("diffusion_model.transformer_blocks.0.attn1.to_q", (12, 12), 2, 0), paths[0])
+    save_file(module("diffusion_model.transformer_blocks.0.audio_attn1.to_q", (12, 12), 2, 0), paths[1])
+    report = merge_lora_files(paths, tmp_path / "out.safetensors")
+    assert [finding.id for finding in report.findings] == ["lora.merge.apart"]
+
+
 def test_weights_must_be_one_for_each(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 numbers for 2 LoRAs"):
         merge_lora_files(two, tmp_path / "out.safetensors", CombineOptions((1.0,)))
