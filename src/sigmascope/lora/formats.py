@@ -28,7 +28,7 @@ one exception: a kohya file of a U-Net with attention modules of different ranks
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, get_args
@@ -38,7 +38,16 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DOWN, MID, UP
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Naming, Part, Row, UnetBlocks, family_named
+from sigmascope.lora.families import (
+    UNET_FAMILIES,
+    ModelLayout,
+    Naming,
+    Part,
+    Row,
+    UnetBlocks,
+    family_named,
+    layout_of,
+)
 from sigmascope.lora.families.family import COMFYUI_ENCODERS, KOHYA_ENCODERS
 from sigmascope.lora.families.known import row_of_original
 from sigmascope.lora.file import PEFT_CONFIGS
@@ -459,13 +468,13 @@ FORMATS: Final = tuple(
 """All that this module defines, as commands list them."""
 
 
-def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat:
+def recognised(path: Path, shapes: Mapping[str, tuple[int, ...]], groups: KeyGroups) -> LoraFormat:
     """The format of a file.
 
     Args:
         path: The file, for the message.
-        keys: All of its keys, for the message.
-        groups: The same, sorted.
+        shapes: Of all of its tensors by key, for the message.
+        groups: Its keys, sorted.
 
     Raises:
         LoraFormatError: Its keys follow none.
@@ -473,15 +482,23 @@ def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat
     matching = [lora_format for lora_format in FORMATS if lora_format.recognises(groups)]
     if matching:
         return min(matching, key=lambda lora_format: lora_format.takes_rest)
-    known = ", ".join(lora_format.name for lora_format in FORMATS)
+    keys = list(shapes)
     if not keys:
         raise LoraFormatError(
             f"{path}: it holds no tensors, so it is not a LoRA.",
             hint="The tool that wrote it saved nothing: make the file again.",
         )
+    known = ", ".join(lora_format.name for lora_format in FORMATS)
+    known_formats = f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A)."
+    family = layout_of(shapes).family
+    looks = "" if family == "unknown" else f" It looks like a model ({family_named(family).title})."
+    extract = (
+        " sigmascope lora extract makes a LoRA from a model and its fine-tuned version." if looks else ""
+    )
     raise LoraFormatError(
-        f"{path}: its {counted(len(keys), 'key follows', 'keys follow')} no known LoRA format. First keys: {', '.join(keys[:3])}.",
-        hint=f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A).",
+        f"{path}: its {counted(len(keys), 'key follows', 'keys follow')} no known LoRA format.{looks} "
+        f"First keys: {', '.join(keys[:3])}.",
+        hint=known_formats + extract,
     )
 
 

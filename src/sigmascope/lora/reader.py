@@ -46,17 +46,14 @@ from sigmascope.lora.adapters import (
 )
 from sigmascope.lora.alignment import unfused
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import family_named, layout_of
 from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.formats import (
     EMBEDDING_DOWN,
     EMBEDDING_UP,
-    FORMATS,
     LATENT,
     PLAIN_KINDS,
     UP_BIAS,
     Entry,
-    KeyGroups,
     Kind,
     entries_of,
     group_keys,
@@ -122,8 +119,8 @@ def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: b
     """The LoRA in a file that is open already; see `open_lora`."""
     keys = checkpoint.keys()
     groups = group_keys(checkpoint.path, keys)
-    _refuse_model(checkpoint, groups)
-    lora_format = recognised(checkpoint.path, keys, groups)
+    shapes = {key: checkpoint.info(key).shape for key in keys}
+    lora_format = recognised(checkpoint.path, shapes, groups)
     configs = read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
     reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
     entries = [entry for entry in entries_of(checkpoint.path, groups) if _changes(checkpoint, entry)]
@@ -153,18 +150,6 @@ def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: b
 def _changes(checkpoint: Checkpoint, entry: Entry) -> bool:
     """Whether an entry changes its tensor: PEFT's (IA)³ changes the bias where it scales outputs, (out, 1)."""
     return entry.kind != "Ia3BiasChange" or checkpoint.info(entry.roles["ia3_l"]).shape[:1] > (1,)
-
-
-def _refuse_model(checkpoint: Checkpoint, groups: KeyGroups) -> None:
-    if any(lora_format.recognises(groups) for lora_format in FORMATS):
-        return
-    layout = layout_of({key: checkpoint.info(key).shape for key in checkpoint})
-    if layout.family != "unknown":
-        raise LoraFormatError(
-            f"{checkpoint.path} is a model ({family_named(layout.family).title}), not a LoRA: "
-            "its keys follow no known LoRA format.",
-            hint="Give the LoRA's file. sigmascope lora extract makes one from a model and its fine-tuned version.",
-        )
 
 
 def _refuse_twice(path: Path, entries: Sequence[Entry]) -> None:
