@@ -8,6 +8,7 @@ SigmascopeError
     │   └── RecordError           a saved run that cannot be read
     │       └── NewerSchemaError  written by a later version
     ├── StoreError                the store of runs is not there, locked, full, damaged, or of a later version
+    │   ├── NoSuchRunError        it has no such run
     │   └── OtherRunError         another run in it has the same id
     ├── ConfigError               a YAML or option that does not make sense
     ├── DataError                 training data that cannot be used
@@ -88,6 +89,10 @@ class NewerSchemaError(RecordError):
 
 class StoreError(SigmascopeError):
     """The store of runs cannot be used, or does not have what was asked for."""
+
+
+class NoSuchRunError(StoreError):
+    """The store works, but no single run in it is the one that was asked for."""
 
 
 class OtherRunError(StoreError):

@@ -82,7 +82,8 @@ def trend(
         found = trends(store, figure, filters, like=like, by_recipe=by_recipe, most=limit + 1)
         if not found:
             raise StoreError(
-                "No whole run that is kept is meant.", hint="List what is kept with sigmascope runs."
+                "No kept run that is whole passes these filters.",
+                hint="List what is kept with sigmascope runs.",
             )
         shown = [with_causes(store, series) for series in found[:limit]]
     if html is not None:

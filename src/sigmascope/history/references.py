@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, time, timedelta
 from typing import TYPE_CHECKING, Final
 
-from sigmascope.errors import ConfigError, StoreError
+from sigmascope.errors import ConfigError, NoSuchRunError
 
 if TYPE_CHECKING:
     from sigmascope.history.store import Filters, KeptRun, Store
@@ -43,7 +43,7 @@ def runs_of(reference: str, store: "Store") -> "list[KeptRun]":
         store: Where to look.
 
     Raises:
-        StoreError: There is none, or there are several of that beginning.
+        NoSuchRunError: There is none, or there are several of that beginning.
     """
     latest = _LATEST.fullmatch(reference)
     if latest is not None:
@@ -51,16 +51,18 @@ def runs_of(reference: str, store: "Store") -> "list[KeptRun]":
     if reference.startswith("@"):
         return _tagged(reference[1:], store)
     if _ID.fullmatch(reference) is None:
-        raise StoreError(
+        raise NoSuchRunError(
             f"{reference!r} is no run.", hint="Give latest, latest~1, @tag, or four letters of an id or more."
         )
     found = store.runs_of_id(reference, limit=_MOST_LISTED + 1)
     if not found:
-        raise StoreError(f"No run that is kept has the id {reference}.", hint="List them: sigmascope runs")
+        raise NoSuchRunError(
+            f"No run that is kept has the id {reference}.", hint="List them: sigmascope runs"
+        )
     if len(found) > 1:
         shown = ", ".join(run.row.id for run in found[:_MOST_LISTED])
         more = ", …" if len(found) > _MOST_LISTED else ""
-        raise StoreError(
+        raise NoSuchRunError(
             f"Several runs have an id that begins with {reference}: {shown}{more}.", hint="Give more of it."
         )
     return found
@@ -75,7 +77,7 @@ def _latest(back: int, store: "Store") -> "list[KeptRun]":
             if count == 0
             else f"Only {count} {'run is' if count == 1 else 'runs are'} kept"
         )
-        raise StoreError(
+        raise NoSuchRunError(
             f"{kept}, so there is no latest{f'~{back}' if back else ''}.", hint="List them: sigmascope runs"
         )
     return found
@@ -86,7 +88,7 @@ def _tagged(tag: str, store: "Store") -> "list[KeptRun]":
 
     found = store.runs(Filters(tag=checked_tag(tag)))
     if not found:
-        raise StoreError(f"No run has the tag {tag}.", hint=f"Give it: sigmascope runs tag {tag} latest")
+        raise NoSuchRunError(f"No run has the tag {tag}.", hint=f"Give it: sigmascope runs tag {tag} latest")
     return found[::-1]
 
 

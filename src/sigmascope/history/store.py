@@ -47,7 +47,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from sigmascope.errors import ConfigError, OtherRunError, SigmascopeError, StoreError
+from sigmascope.errors import ConfigError, NoSuchRunError, OtherRunError, SigmascopeError, StoreError
 from sigmascope.files import reason_of
 from sigmascope.history.location import IN_MEMORY, KEEP, STORE, file_of, store_url
 from sigmascope.history.row import Row, moment_in_utc, row_of
@@ -552,12 +552,13 @@ class Store:
         """The record of a run.
 
         Raises:
-            StoreError: It is gone or damaged.
+            NoSuchRunError: It is gone.
+            StoreError: It is damaged.
         """
         with self._reading() as connection:
             content = connection.execute(select(RECORDS.c.content).where(RECORDS.c.run == number)).scalar()
         if content is None:
-            raise StoreError(
+            raise NoSuchRunError(
                 f"The run {number} is no longer in the store {self.name}.", hint="List the runs again."
             )
         try:

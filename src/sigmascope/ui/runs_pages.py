@@ -173,7 +173,7 @@ def _run_of(word: str, store: Store) -> KeptRun:
 
     Raises:
         Refusal: There is none, or there are several (404).
-        StoreError: As `runs_of`.
+        NoSuchRunError: As `runs_of`.
     """
     if word.isdecimal() and len(word) < 19:
         found = store.runs_of_numbers([int(word)])

@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sigmascope.errors import SigmascopeError, StoreError
+from sigmascope.errors import NoSuchRunError, SigmascopeError, StoreError
 from sigmascope.units import MIB
 
 SAFE_METHODS = ("GET", "HEAD")
@@ -238,6 +238,8 @@ def refusal_of(request: Request, error: Exception) -> Refusal:
             return error
         case HTTPException():  # Starlette's own 404 and 405
             return Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+        case NoSuchRunError():
+            return Refusal(404, error.message, error.hint)
         case StoreError():  # which may answer later
             return Refusal(503, error.message, error.hint)
         case SigmascopeError():  # what the library refuses while a request is read
