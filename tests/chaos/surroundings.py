@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 from sigmascope.monitor import peaks
 from sigmascope.monitor.recorder import CURRENT
 from sigmascope.probes import process_rss_bytes, system_memory
+from sigmascope.probes.processor import processor_moment
 
 _PATIENCE_SECONDS = 3.0
 """A sampler's thread ends at its next look at the clock."""
@@ -31,6 +32,7 @@ def surroundings(*things: object) -> dict[str, object]:
     """
     gc.collect()
     process_rss_bytes()
+    processor_moment()
     system_memory()  # each keeps a file open, another one in each process
     return {
         **marks(*things),

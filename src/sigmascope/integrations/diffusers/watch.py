@@ -176,8 +176,8 @@ class Watch:
         if session not in self._sessions:
             return
         withdraw(session.live)
+        session.guard.read("watch.runs", lambda: session.recorder.fact(RUNS_BEFORE, _watched.count))
         try:
-            session.recorder.fact(RUNS_BEFORE, _watched.count)
             session.close(error)
             self._record = record = session.record()
         except Exception as failure:  # noqa: BLE001 - as above
