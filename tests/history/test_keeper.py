@@ -263,8 +263,8 @@ def test_a_child_that_is_forked_while_the_store_is_locked_writes_json(
         ("postgresql+psycopg://me@host/runs", "postgresql+psycopg://me@host/runs", None),
         ("~/y.db", "sqlite:////home/me/y.db", "/home/me/y.unkept"),
         ("sqlite:///~/y.db", "sqlite:////home/me/y.db", "/home/me/y.unkept"),
-        ("y.db", "sqlite:////work/y.db", "/work/y.unkept"),
-        ("sqlite:///y.db", "sqlite:////work/y.db", "/work/y.unkept"),
+        ("y.db", "sqlite:////here/y.db", "/here/y.unkept"),
+        ("sqlite:///y.db", "sqlite:////here/y.db", "/here/y.unkept"),
         (" /x/a b%20.db ", "sqlite:////x/a b%20.db", "/x/a b%20.unkept"),
         (":memory:", "sqlite:///:memory:", None),
         ("/dev/null", "sqlite:////dev/null", None),
@@ -275,7 +275,7 @@ def test_where_runs_are_kept(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
-    monkeypatch.setattr(os, "getcwd", lambda: "/work")
+    monkeypatch.setattr(os, "getcwd", lambda: "/here")
     assert store_url({STORE: named}) == url
     assert unkept_folder(url) == Path(beside or "/data/sigmascope/runs.unkept")
 

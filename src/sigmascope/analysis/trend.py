@@ -13,7 +13,7 @@ Whether a difference is noise is decided where it always is (`run_comparison.is_
 would call noise. But a series of a thousand runs is a thousand looks, and one in a hundred by chance would be ten false
 alarms. So a change point must also be
 
-- far: four standard deviations of the level from its median, which are 1.4826 of its median absolute deviations (Hampel,
+- far: 3.5 standard deviations of the level from its median, which are 1.4826 of its median absolute deviations (Hampel,
   JASA 69, 1974), so that late runs do not widen it;
 - new: at most one in 25 values of the level is as high, so that of a figure that jumps between two levels nothing is said.
 
