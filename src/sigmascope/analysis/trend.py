@@ -15,7 +15,8 @@ alarms. So a change point must also be
 
 - far: 3.5 standard deviations of the level from its median, which are 1.4826 of its median absolute deviations (Hampel,
   JASA 69, 1974), so that late runs do not widen it;
-- new: at most one in 25 values of the level is as high, so that of a figure that jumps between two levels nothing is said.
+- new: at most one in 8 values of the level lies as far out, and one in 20 near the new median, so that of a figure that
+  jumps between two levels nothing is said.
 
 A slow drift is no change point, since no run is where it began. `Trend.drift` has it.
 """
