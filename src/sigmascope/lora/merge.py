@@ -305,9 +305,9 @@ def _require_one_model(loras: Sequence[LoraFile]) -> None:
         denoiser = [path for part, path in placed if part.startswith("denoiser")]
         if denoiser and names.layout.family != "unknown":
             told.append((lora, names.layout.family, denoiser))
-    if told and not any(
-        all(any(is_of_family(family, path) for path in paths) for _, _, paths in told)
-        for family in {family for _, family, _ in told}
+    families = {family for _, family, _ in told}
+    if len(families) > 1 and not any(
+        all(any(is_of_family(family, path) for path in paths) for _, _, paths in told) for family in families
     ):
         listed = ", ".join(f"{lora} is for {title_of(family)}" for lora, family, _ in told)
         raise ModelMismatchError(
