@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -87,3 +88,18 @@ def test_a_block_in_which_nothing_runs_compares_each_model_once() -> None:
         assert tree_of(model) is seen
     model.append(nn.Linear(1, 1))
     assert len(tree_of(model).modules) == len(seen.modules) + 1
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_look_leaves_the_collector_as_it_was(collects: bool, error: type[BaseException] | None) -> None:
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(error) if error else nullcontext(), one_look(), one_look():
+            assert not gc.isenabled()
+            if error:
+                raise error
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()
