@@ -451,7 +451,7 @@ def test_neither_model_nor_tensor_is_kept_alive(monitor: WorkflowMonitor) -> Non
 def test_the_rules_look_at_a_workflow_too(monitor: WorkflowMonitor) -> None:
     with monitor.recorder.stage("denoising") as stage:
         stage.tensor("latents", torch.full((4,), torch.nan))
-    (finding,) = monitor.run().findings
+    (finding,) = of_the_program(monitor)
     assert (finding.id, finding.evidence["nan"]) == ("values.not_finite", 4)
 
 
@@ -460,7 +460,7 @@ def test_what_an_analysis_tells_is_not_told_by_a_rule_again(monitor: WorkflowMon
     with monitor.recorder.stage("latent_encoding") as stage:
         stage.tensor("latent", torch.full((4,), torch.nan))
         stage.fact("latent_encoding", {"findings": [told]})
-    assert [finding.id for finding in monitor.run().findings] == ["latent_not_finite"]
+    assert [finding.id for finding in of_the_program(monitor)] == ["latent_not_finite"]
 
 
 @pytest.mark.parametrize(
