@@ -342,7 +342,7 @@ def test_a_model_that_was_replaced_is_found(monitor: WorkflowMonitor, clip: Enco
     for step, model in (("model_loading", clip), ("text_encoding", other)):
         monitor.start_monitoring(step)
         monitor.end_monitoring(step, model, "CLIP")
-    (finding,) = monitor.run().findings
+    (finding,) = of_the_program(monitor)
     assert finding.id == "model_state_changed"
     assert {"model_id", "dtype"} <= set(finding.evidence)
 
