@@ -9,7 +9,8 @@ own, as the variables `OTEL_…` say, which are not made global.
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
@@ -66,9 +67,13 @@ class OpenTelemetry:
             )
         for signal in ("TRACES", "METRICS"):
             _exporters(signal)
-        self.labels = Labels()
         self._open: _Open | None = None
-        self._dropped = {"spans": 0, "steps": 0}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.labels = Labels()
+        self._dropped = {"spans": 0, "steps": 0, "metric_exports": 0}
+        self._process_id = os.getpid()
 
     def add(self, run: Run, parent: "SpanContext | None" = None) -> None:
         """Hand spans and figures of a run to the SDK, which sends them on threads of its own.
@@ -77,8 +82,11 @@ class OpenTelemetry:
             run: What is over.
             parent: The span that was open where it ended.
         """
-        if self._open is None or self._open.process_id != os.getpid():
-            self._open = _Open(self._observe_dropped)
+        if self._process_id != os.getpid():  # a child that was forked counts for itself
+            self._open = None
+            self._begin()
+        if self._open is None:
+            self._open = _Open(self._observe_dropped, self._dropped)
         opened = self._open
         if opened.meter is not None:
             for part in measured(run):
@@ -87,30 +95,26 @@ class OpenTelemetry:
             self._trace(run, parent, opened.tracer)
 
     def end(self, seconds: float = LONGEST_WAIT_SECONDS) -> None:
-        """Send what is left, in so many seconds at most. The host's own providers are the host's to end."""
+        """Send what is left, in so many seconds at most. The host's own providers are the host's to end.
+
+        Spans go first, since figures hold how many were dropped; yet each may have a receiver of its own, so that the next
+        one begins after half of the time. What a parent has not sent is the parent's to send.
+        """
         opened, self._open = self._open, None
-        if opened is None or not opened.shutdowns:
+        if opened is None or self._process_id != os.getpid():
             return
-
-        def shut_down() -> None:
-            for shutdown in opened.shutdowns:
-                with suppress(Exception):
-                    shutdown()
-
-        thread = own_thread("otlp-end", shut_down)
-        with suppress(RuntimeError):
-            thread.start()
-            thread.join(seconds)
+        until = time.monotonic() + seconds
+        with suppress(RuntimeError):  # no more threads
+            threads = [own_thread("otlp-end", _quietly, shutdown) for shutdown in opened.shutdowns]
+            for thread in threads:
+                thread.start()
+                thread.join(max(0.0, until - time.monotonic()) / 2)
+            for thread in threads:
+                thread.join(max(0.0, until - time.monotonic()))
 
     def dropped(self) -> dict[str, int]:
         """How much was dropped or refused since the beginning, by kind: spans, exports, steps, values of labels."""
-        sent = {} if self._open is None else self._open.dropped
-        return {
-            **self.labels.folded(),
-            **self._dropped,
-            **sent,
-            "spans": self._dropped["spans"] + sent.get("spans", 0),
-        }
+        return {**self.labels.folded(), **self._dropped}
 
     def _observe_dropped(self, _options: "CallbackOptions") -> "Iterator[Observation]":
         from opentelemetry.metrics import Observation
@@ -211,6 +215,11 @@ class OpenTelemetry:
             "sigmascope.run.id": run_id,
         }
         return {key: value for key, value in told.items() if value is not None}
+
+
+def _quietly(shutdown: Callable[[], object]) -> None:
+    with suppress(Exception):
+        shutdown()
 
 
 def is_installed(module: str) -> bool:
@@ -367,17 +376,16 @@ class _Open:
     """Tracer and meter, of the host's providers or of our own.
 
     Attributes:
-        process_id: A child that is forked needs its own: two of one instance's counters would contradict.
         shutdowns: What ends our own.
-        dropped: Spans that found the SDK's queue full or that the receiver did not take, and exports of metrics that failed.
+        dropped: Where spans that found the SDK's queue full or that the receiver did not take are counted, and exports of
+            metrics that failed.
     """
 
-    def __init__(self, observe_dropped: Any) -> None:
+    def __init__(self, observe_dropped: Any, dropped: dict[str, int]) -> None:
         from opentelemetry import metrics, trace
 
-        self.process_id = os.getpid()
         self.shutdowns: list[Any] = []
-        self.dropped = {"spans": 0, "metric_exports": 0}
+        self.dropped = dropped
         self.tracer: Tracer | None = None
         self.meter: Meter | None = None
         if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":

@@ -1,6 +1,7 @@
 """OpenTelemetry: what its receivers get, by gRPC and HTTP, and what a receiver that misbehaves costs."""
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, hw_attributes
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics, hw_metrics
 from opentelemetry.semconv.attributes import error_attributes, http_attributes
-from tests.reports.metrics.receivers import Received, attributes, grpc_receiver, http_receiver
+from tests.reports.metrics.receivers import Received, attributes, grpc_receiver, http_receiver, until
 from tests.reports.metrics.runs import GIB, generation, hostile, stage
 
 from sigmascope.errors import ConfigError
@@ -40,13 +41,15 @@ def _settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.CRITICAL, "opentelemetry")
 
 
-def sent(monkeypatch: pytest.MonkeyPatch, endpoint: str, protocol: str, *runs: Run) -> OpenTelemetry:
+def sent(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, protocol: str, *runs: Run, seconds: float = 5.0
+) -> OpenTelemetry:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     telemetry = OpenTelemetry()
     for run in runs:
         telemetry.add(run)
-    telemetry.end(5.0)
+    telemetry.end(seconds)
     return telemetry
 
 
@@ -283,11 +286,10 @@ def test_a_receiver_that_is_down_costs_spans_that_are_counted(monkeypatch: pytes
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     telemetry.add(generation())
     began = time.monotonic()
-    opened = telemetry._open
     telemetry.end(5.0)
     assert time.monotonic() - began < 6
-    assert opened is not None
-    assert opened.dropped == {"spans": 3, "metric_exports": 1}
+    dropped = telemetry.dropped()  # also after the end
+    assert (dropped["spans"], dropped["metric_exports"]) == (3, 1)
 
 
 @pytest.mark.parametrize("receiver", [lambda: http_receiver(500), lambda: http_receiver(closes=True)])
@@ -299,10 +301,33 @@ def test_a_receiver_that_answers_with_an_error_or_closes_costs_spans_that_are_co
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         telemetry = OpenTelemetry()
         telemetry.add(generation())
-        opened = telemetry._open
         telemetry.end(5.0)
-    assert opened is not None
-    assert opened.dropped["spans"] == 3
+    assert telemetry.dropped()["spans"] == 3
+
+
+def test_figures_arrive_though_the_receiver_of_spans_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_receiver(delay=30.0) as (hanging, _), http_receiver() as (endpoint, got):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{hanging}/v1/traces")
+        sent(monkeypatch, endpoint, "http/protobuf", generation(), seconds=1.0)
+        until(lambda: got.metrics)
+    assert [point.as_int for _, point in got.points("sigmascope.generations")] == [1]
+
+
+def test_a_child_that_was_forked_ends_without_sending_what_is_its_parent_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    with http_receiver() as (endpoint, got):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        telemetry = OpenTelemetry()
+        telemetry.add(generation(name="x" * 65))
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        telemetry.end(1.0)
+        assert not got.metrics
+        telemetry.add(generation())
+        assert telemetry.dropped()["stage"] == 0  # of its own
+        telemetry.end(5.0)
+    assert [point.as_int for _, point in got.points("sigmascope.generations")] == [1]
 
 
 @pytest.mark.parametrize(
