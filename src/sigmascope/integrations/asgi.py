@@ -26,7 +26,7 @@ from sigmascope.integrations.autostart import say
 from sigmascope.monitor.generation import SERVED, ServedRequest
 from sigmascope.monitor.guard import Guard, whole_number
 from sigmascope.monitor.publishing import PUBLISHER, counted_metrics
-from sigmascope.probes.reading import error_text, keeps_words
+from sigmascope.probes.reading import describe, error_text, keeps_words
 from sigmascope.records.performance import RequestRecord
 from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_texts
 from sigmascope.records.run import Run
@@ -196,9 +196,13 @@ class PerformanceMonitoringMiddleware:
     async def _send_metrics(self, send: Send) -> None:
         assert self._metrics is not None
         PUBLISHER.drain(_LONGEST_DRAIN_SECONDS)
-        body = self._metrics.text(self.in_flight, {"runs": PUBLISHER.dropped})
-        headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        status, kind = 200, CONTENT_TYPE
+        try:
+            body = self._metrics.text(self.in_flight, {"runs": PUBLISHER.dropped})
+        except Exception as failure:  # noqa: BLE001 - who asks for metrics is told, and the server's log is the host's
+            status, kind, body = 503, "text/plain; charset=utf-8", f"{describe(failure)}\n".encode()
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
 

@@ -5,12 +5,16 @@ files there, and each of them answers for all.
 """
 
 import os
+import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import psutil
 
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
@@ -30,6 +34,9 @@ from sigmascope.reports.measurements import (
 )
 from sigmascope.reports.surfaces import Surface
 
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
 """The environment variable of prometheus-client that names the folder of all processes' files."""
@@ -42,10 +49,22 @@ class Metrics:
     """Counters in a registry of their own; with `PROMETHEUS_MULTIPROC_DIR`, in that folder's files.
 
     Raises:
-        ConfigError: prometheus-client is not installed, or the folder does not exist.
+        ConfigError: prometheus-client is not installed, the folder does not exist, or no file can be used there.
     """
 
     def __init__(self) -> None:
+        try:
+            self._make()
+        except (OSError, RuntimeError, ValueError, struct.error) as failure:
+            folder = os.environ.get(MULTIPROCESS)
+            if folder is None:
+                raise
+            raise ConfigError(
+                f"Metrics cannot be counted in {folder}, which {MULTIPROCESS} names: {failure}.",
+                hint="Empty it before the server starts, and let the server write there.",
+            ) from failure
+
+    def _make(self) -> None:
         try:
             from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
         except ImportError:
@@ -118,8 +137,9 @@ class Metrics:
         )
         self._told: dict[str, int] = {}
         self._peaks: dict[tuple[str, str], int] = {}
-        for what in ("runs", *self.labels.folded()):
+        for what in ("runs", "files", *self.labels.folded()):
             self._dropped.labels(what)
+        self._unreadable: set[str] = set()
 
     def add_request(self, record: RequestRecord) -> None:
         """Count a request and its generations."""
@@ -192,18 +212,17 @@ class Metrics:
         Args:
             in_flight: How many requests this process is serving; None: it is no server.
             dropped: As for `note_dropped`.
+
+        Raises:
+            ConfigError: The folder of all processes' files is gone.
         """
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import generate_latest
 
         if in_flight is not None:
             self._in_flight.set(in_flight)
-        self.note_dropped({**self.labels.folded(), **(dropped or {})})
-        registry = self._registry
-        if self.is_multiprocess:
-            from prometheus_client import multiprocess
-
-            registry = CollectorRegistry()
-            multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        unreadable = {"files": len(self._unreadable)}
+        self.note_dropped({**self.labels.folded(), **unreadable, **(dropped or {})})
+        registry = _AllProcesses(self._unreadable) if self.is_multiprocess else self._registry
         return bytes(generate_latest(registry))
 
     def write(self, path: str | os.PathLike[str], dropped: Mapping[str, int] | None = None) -> None:
@@ -217,6 +236,54 @@ class Metrics:
             temporary.write_bytes(text)
             with suppress(OSError):
                 temporary.chmod(0o644)
+
+
+class _AllProcesses:
+    """What all processes counted into the folder, as a registry.
+
+    prometheus-client reads all files or none: one that a worker is just making, or that a full disk cut off, would cost the
+    figures of all. It also takes the requests of a worker that was killed for requests in flight, for good.
+    """
+
+    def __init__(self, unreadable: set[str]) -> None:
+        self._unreadable = unreadable
+
+    def collect(self) -> "Iterable[Metric]":
+        """Ours alone, as in a process that counts for itself: the host may count into the same files."""
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        folder = Path(os.environ.get(MULTIPROCESS) or "")
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{MULTIPROCESS} names {folder}, which is no folder any more.", hint="Restart the server."
+            )
+        files = [str(path) for path in sorted(folder.glob("*.db")) if not _is_of_the_dead(path.name)]
+        try:
+            metrics = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+        except Exception:  # noqa: BLE001 - it raises what unpacking, decoding and JSON raise
+            metrics = MultiProcessCollector.merge(list(filter(self._is_readable, files)))  # type: ignore[no-untyped-call]
+        return [metric for metric in metrics if metric.name.startswith("sigmascope_")]
+
+    def _is_readable(self, file: str) -> bool:
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        try:
+            MultiProcessCollector.merge([file])  # type: ignore[no-untyped-call]
+        except Exception:  # noqa: BLE001 - as above
+            with suppress(OSError):
+                if Path(file).stat().st_size:  # else it is just being made
+                    self._unreadable.add(file)
+            return False
+        return True
+
+
+_OF_LIVING: Final = re.compile(r"gauge_live[a-z]*_([0-9]{1,9})\.db")
+
+
+def _is_of_the_dead(file: str) -> bool:
+    """Whether a file holds what only living processes count for, of one that has ended."""
+    named = _OF_LIVING.fullmatch(file)
+    return named is not None and not psutil.pid_exists(int(named[1]))
 
 
 _shared: Metrics | None = None

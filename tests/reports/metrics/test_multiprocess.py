@@ -53,3 +53,36 @@ def test_a_folder_that_is_named_too_late_is_refused(tmp_path: Path) -> None:
     done = run(LATE, tmp_path)
     assert done.returncode != 0
     assert "after prometheus_client was imported" in done.stderr
+
+
+SERVES = """
+import asyncio, os, shutil, sys
+from pathlib import Path
+from sigmascope.errors import ConfigError
+from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
+folder = Path(sys.argv[1])
+(folder / f"counter_{os.getpid()}.db").write_bytes(bytes([99]) + bytes(40))
+async def app(scope, receive, send): ...
+try:
+    PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+except ConfigError as refused:
+    print(refused, refused.hint)
+(folder / f"counter_{os.getpid()}.db").unlink()
+watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+shutil.rmtree(folder)
+async def send(message): print(message)
+asyncio.run(watched({"type": "http", "path": "/metrics", "method": "GET"}, None, send))
+"""
+
+
+def test_files_that_cannot_be_used_are_refused_and_a_scrape_says_that_the_folder_is_gone(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "all").mkdir()
+    done = run(SERVES, tmp_path / "all", PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "all"))
+    assert done.returncode == 0, done.stderr
+    refused, start, body = done.stdout.splitlines()
+    assert "Metrics cannot be counted in" in refused
+    assert "Empty it before the server starts" in refused
+    assert "503" in start
+    assert "which is no folder any more" in body

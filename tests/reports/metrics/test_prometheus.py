@@ -1,17 +1,22 @@
 """Metrics for Prometheus, read by prometheus-client's own parser."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.parser import text_string_to_metric_families
 from tests.reports.metrics.runs import GIB, generation, hostile
 
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import RequestRecord
-from sigmascope.reports.prometheus import Metrics, to_prometheus
+from sigmascope.reports.prometheus import Metrics, _AllProcesses, to_prometheus
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -142,3 +147,56 @@ def test_names_and_units_are_as_prometheus_wants_them() -> None:
         if family.type in kinds:
             assert family.name.endswith(kinds[family.type]), family.name
         assert family.documentation or family.name.endswith("_created")
+
+
+def count_into(folder: Path, file: str, name: str, count: float) -> Path:
+    """As a worker does that counts into the folder of all."""
+    kept = MmapedDict(str(folder / file))  # type: ignore[no-untyped-call]
+    key = mmap_key(name.removesuffix("_total"), name, [], [], "Text.")
+    kept.write_value(key, count, 0.0)  # type: ignore[no-untyped-call]
+    kept.close()  # type: ignore[no-untyped-call]
+    return folder / file
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    return tmp_path
+
+
+def told(unreadable: set[str] | None = None) -> dict[Sample, float]:
+    of_all = _AllProcesses(set() if unreadable is None else unreadable)
+    return samples(generate_latest(of_all).decode())
+
+
+def test_a_worker_that_was_killed_serves_no_requests(shared: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for process_id, count in ((os.getpid(), 2.0), (gone.pid, 3.0)):
+        count_into(shared, f"gauge_livesum_{process_id}.db", "sigmascope_requests_in_flight", count)
+        count_into(shared, f"gauge_max_{process_id}.db", "sigmascope_peak_memory_bytes", count)
+    read = told()
+    assert value(read, "requests_in_flight") == 2
+    assert value(read, "peak_memory_bytes") == 3
+
+
+@pytest.mark.parametrize("bad", [b"", b"\x10", b"\x00\x10\x00\x00" + b"\xff" * 60, None])
+def test_a_file_that_cannot_be_read_costs_its_own_counts_alone(shared: Path, bad: bytes | None) -> None:
+    count_into(shared, "counter_1.db", "sigmascope_disconnects_total", 4.0)
+    file = count_into(shared, "counter_2.db", "sigmascope_disconnects_total", 7.0)
+    file.write_bytes(file.read_bytes()[:40] if bad is None else bad)
+    unreadable: set[str] = set()
+    assert value(told(unreadable), "disconnects_total") == 4
+    assert unreadable == ({str(file)} if bad != b"" else set())  # one that is empty is just being made
+
+
+def test_what_the_host_counts_into_the_same_files_is_not_ours_to_serve(shared: Path) -> None:
+    count_into(shared, "counter_1.db", "sigmascope_disconnects_total", 4.0)
+    count_into(shared, "counter_1.db", "orders_total", 5.0)
+    assert {name for name, _ in told()} == {"disconnects_total"}
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="gone, which is no folder any more"):
+        told()
