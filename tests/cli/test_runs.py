@@ -180,6 +180,17 @@ def test_the_runs_of_several_processes_become_one_that_names_the_slowest(tmp_pat
     assert "rank 1" in did("show", tmp_path / "all.json").stdout
 
 
+def test_a_merge_says_which_machine_is_slow_and_which_rank_is_missing(tmp_path: Path) -> None:
+    for rank, seconds in enumerate((10.0, 14.0)):
+        group = {"rank": rank, "world_size": 3, "machine": f"node-{rank}"}
+        run = on_day(1, f"rank-{rank}", seconds=seconds, facts={"group": group})
+        run.save(tmp_path / f"{rank}.json")
+    told = did("runs", "merge", tmp_path / "1.json", tmp_path / "0.json", "-o", tmp_path / "all.json").stdout
+    assert "1 rank of 3 missing: 2." in told
+    words = " ".join(told.split())
+    assert "Slowest: rank 1 on node-1, 2.60 s a step; the fastest, rank 0 on node-0" in words
+
+
 def test_processes_have_the_names_that_they_are_given(tmp_path: Path) -> None:
     kept(on_day(1, "aaaa1111"), on_day(2, "bbbb2222"))
     did(

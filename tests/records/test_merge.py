@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,7 +27,7 @@ from sigmascope.records import (
     run_from_json,
     run_to_json,
 )
-from sigmascope.records.merge import DIFFERENT_MACHINES, merge_runs, ranks_of
+from sigmascope.records.merge import DIFFERENT_MACHINES, machines_of, merge_runs, ranks_of
 from sigmascope.records.performance import DeviceUtilization, Gauge, utilization_of
 from sigmascope.records.run import Folded, FoldedStages
 from sigmascope.records.serialization import to_plain
@@ -55,6 +56,10 @@ def run_of(number: int, allocated: dict[str, int], *, step: float = 0.5, **rest:
         "host": host, "stages": (denoising,), "facts": {"world_size": 2, "seed": number}, **rest,
     }  # fmt: skip
     return Run(f"id{number}", "FLUX", f"2026-11-21T10:00:0{number}+00:00", 6.0, **values)
+
+
+def in_group(rank: int, size: int = 3, machine: str = "a") -> dict[str, Any]:
+    return {"group": {"rank": rank, "world_size": size, "machine": machine}}
 
 
 def test_every_rank_is_a_stage_on_one_clock() -> None:
@@ -149,6 +154,12 @@ def test_the_same_runs_give_the_same_id() -> None:
         ([run_of(0, {})], ["a", "b"], "1 runs, but 2 names"),
         ([run_of(0, {}), run_of(1, {})], ["a", "a"], "name 'a' is given twice"),
         ([run_of(0, {}), run_of(0, {})], None, "run 'id0' is given twice"),
+        (
+            [run_of(0, {}, facts=in_group(1)), run_of(1, {}, facts=in_group(1))],
+            None,
+            "'rank 1' is given twice",
+        ),
+        ([run_of(0, {}, facts=in_group(0)), run_of(1, {}, facts=in_group(1, 2))], None, "groups of 2 and 3"),
         ([Run("x", "", "yesterday", 1.0)], None, "'yesterday', which is not a valid time"),
     ],
 )
@@ -176,38 +187,77 @@ def test_what_is_wrong_with_one_rank_names_it() -> None:
     assert (finding.id, finding.evidence["rank"]) == ("utilization.slowed_by_heat", "rank 1")
 
 
+def test_ranks_have_the_numbers_that_they_say_in_whatever_order_they_come() -> None:
+    runs = {rank: run_of(number, {}, facts=in_group(rank, 12)) for number, rank in enumerate((10, 2, 11))}
+    assert {name: run.id for name, run in ranks_of(merge_runs(runs.values())).items()} == {
+        "rank 10": "id0",
+        "rank 2": "id1",
+        "rank 11": "id2",
+    }
+    unsaid = run_of(3, {}, facts={"group": {"rank": "0", "world_size": 2}})
+    assert set(ranks_of(merge_runs([runs[10], unsaid]))) == {"rank 0", "rank 1"}
+
+
+def test_ranks_that_are_missing_are_named() -> None:
+    def told(*ranks: int, size: int = 3) -> list[str]:
+        runs = [run_of(number, {}, facts=in_group(rank, size)) for number, rank in enumerate(ranks)]
+        return [one.message for one in diagnose(merge_runs(runs)) if one.id == "ranks.missing"]
+
+    assert told(0, 1, 2) == []
+    assert told(2, 0) == ["1 rank of 3 missing: 1."]
+    (message,) = told(0, size=2**60)
+    assert message.startswith(f"{2**60 - 1:,} ranks of {2**60} missing: 1, 2, 3,")
+    assert message.endswith(f"8 and {2**60 - 9} more.")
+    assert not [
+        one for one in diagnose(merge_runs([run_of(0, {}), run_of(1, {})])) if one.id == "ranks.missing"
+    ]
+
+
+def test_machines_of_the_same_make_are_told_apart_by_their_names() -> None:
+    one = merge_runs([run_of(0, {}, facts=in_group(0)), run_of(1, {}, facts=in_group(1))])
+    assert one.host is not None
+    assert machines_of(ranks_of(one)) == {}
+    two = merge_runs([run_of(0, {}, facts=in_group(0)), run_of(1, {}, facts=in_group(1, machine="b"))])
+    assert two.unavailable["host"] == DIFFERENT_MACHINES
+    assert machines_of(ranks_of(two)) == {"rank 0": "a", "rank 1": "b"}
+
+
 RANK_SCRIPT = """
-import sys
 import torch.distributed as dist
 from sigmascope.monitor.performance import PerformanceMonitor
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+dist.init_process_group("gloo")
 monitor = PerformanceMonitor(sample_hz=None)
 with monitor.monitor_generation("pocket", num_steps=3) as watching:
     for _ in range(3):
         watching.start_step_timing()
         dist.barrier()
         watching.end_step_timing()
-monitor.runs[0].save(f"{folder}/rank{rank}.json")
+monitor.runs[0].save(f"{'ba'[dist.get_rank()]}.json")
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-def test_two_real_processes_become_one_run(tmp_path: Path) -> None:
+def test_what_torchrun_starts_becomes_one_run(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_SCRIPT, str(rank), str(tmp_path)],
-            env=environment,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
+    (tmp_path / "ranks.py").write_text(RANK_SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "ranks.py",
     ]
-    for rank in ranks:
-        _, stderr = rank.communicate(timeout=240)
-        assert rank.returncode == 0, stderr.decode()
-    merged = merge_runs([load_run(tmp_path / f"rank{rank}.json") for rank in range(2)])
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    merged = merge_runs([load_run(path) for path in sorted(tmp_path.glob("*.json"))])
+    assert ranks_of(merged)["rank 0"].id == load_run(tmp_path / "b.json").id
+    assert ranks_of(merged)["rank 1"].facts["group"] == {
+        "rank": 1, "world_size": 2, "machine": socket.gethostname(),
+    }  # fmt: skip
+    assert merged.host is not None
+    assert not [finding for finding in diagnose(merged) if finding.id == "ranks.missing"]
     generations = [stage.children[0] for stage in merged.stages]
     assert [len(stage.steps) for stage in generations] == [3, 3]
     # Both wait for each other in every step, so on one clock their last steps overlap.

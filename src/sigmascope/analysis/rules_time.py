@@ -5,6 +5,7 @@ merged run.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -22,6 +23,7 @@ from sigmascope.analysis.run_figures import (
     timed_on_device,
 )
 from sigmascope.records.latents import NEEDS_TILES
+from sigmascope.records.merge import place_of
 from sigmascope.records.performance import DeviceUtilization, utilization_of
 from sigmascope.records.run import Run, Stage, stage_seconds
 
@@ -50,6 +52,7 @@ _LEAST_PERCENT_IN_USE: Final = 5.0
 _LEAST_HEAT_PERCENT: Final = 5.0
 _LEAST_POWER_CAP_PERCENT: Final = 50.0
 # For ranks.
+_MOST_NAMED_RANKS = 8
 _LEAST_SLOW_RANK_RATIO: Final = 1.1
 _FEWEST_STEPS_OF_A_RANK: Final = 3
 
@@ -380,6 +383,26 @@ def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Seen]:
             "topo -m). Check whether it got more work.",
             stage=stage_name,
         )  # fmt: skip
+
+
+@rule("ranks.missing", "warning", about="the record", looks_at="ranks")
+def missing_ranks(ranks: Mapping[str, Run]) -> Iterator[Seen]:
+    """Ranks of the launch are not in the merged run, whose slowest may be one of them."""
+    places = [place for run in ranks.values() if (place := place_of(run)) is not None]
+    sizes = {place.world_size for place in places}
+    if len(places) < len(ranks) or len(sizes) != 1:
+        return  # runs of several launches, or some that do not say
+    (size,) = sizes
+    there = {place.rank for place in places}
+    missing = size - len(there)
+    if missing:
+        first = list(islice((str(rank) for rank in range(size) if rank not in there), _MOST_NAMED_RANKS))
+        more = f" and {missing - len(first)} more" if missing > len(first) else ""
+        yield Seen(
+            message=f"{units.counted(missing, 'rank')} of {size} missing: {', '.join(first)}{more}.",
+            evidence={"missing": missing, "world_size": size},
+            advice="Merge again with their runs. A rank that was killed may have left none.",
+        )
 
 
 def median_steps(ranks: Mapping[str, Run]) -> dict[str, dict[str, float]]:

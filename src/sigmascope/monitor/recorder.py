@@ -39,8 +39,10 @@ from sigmascope.monitor.scope import (
 )
 from sigmascope.monitor.stacks import STACKS, StackSampler
 from sigmascope.probes import Accelerator, Reading, module_facts, tensor_facts
+from sigmascope.probes.host import place_in_group
 from sigmascope.records.performance import HOST_STACKS
 from sigmascope.records.run import (
+    GROUP,
     OUTPUT_HASHES,
     Finding,
     Folded,
@@ -285,6 +287,7 @@ class Recorder:
         return self._run(stages, started_ns, seconds, is_complete=True)
 
     def _run(self, stages: tuple[Stage, ...], started_ns: int, seconds: float, is_complete: bool) -> Run:
+        group = place_in_group()
         return Run(
             id=self.id,
             name=self.name,
@@ -292,7 +295,7 @@ class Recorder:
             seconds=seconds,
             host=self.host(),
             stages=stages,
-            facts=dict(self._facts),
+            facts=dict(self._facts) if group is None else {GROUP: group, **self._facts},
             complete=is_complete,
             unavailable={**self._unavailable, **self._instruments.guard.reasons},
         )

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -92,6 +93,28 @@ def host_facts(accelerator: Accelerator | None = None) -> HostFacts:
         accelerators=tuple(accelerator.facts(device) for device in devices),
         unavailable=unavailable,
     )
+
+
+def place_in_group() -> dict[str, Any] | None:
+    """Which of several processes this one is, and on which machine; None: it works alone, or nobody says.
+
+    `torch.distributed` says it once it is initialized, before that the variables that torchrun and accelerate set. Nothing
+    is sent to other processes. Never raises.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    with suppress(Exception):
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            rank, size = int(distributed.get_rank()), int(distributed.get_world_size())
+        else:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if size > 1 and 0 <= rank < size:
+            return {"rank": rank, "world_size": size, "machine": _machine_name()}
+    return None
+
+
+@cache
+def _machine_name() -> str:
+    return platform.node()
 
 
 def _cpu_model() -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sigmascope.errors import ConfigError
 from sigmascope.records.memory import MemorySnapshot, PeakMemory
@@ -22,7 +22,7 @@ from sigmascope.records.performance import (
     readable_utilization,
 )
 from sigmascope.records.recorded import Recorded, runs_of
-from sigmascope.records.run import Folded, HostFacts, Run, Stage
+from sigmascope.records.run import GROUP, Folded, HostFacts, Run, Stage
 from sigmascope.records.serialization import from_plain, run_from_plain, run_to_plain, to_plain
 
 RANK: Final = "rank"
@@ -40,10 +40,12 @@ def merge_runs(runs: Iterable[Recorded], names: Sequence[str] | None = None) -> 
 
     Args:
         runs: One of each rank, in any order.
-        names: What to call them; "rank 0", "rank 1", … if None.
+        names: What to call them. If None, "rank 0", "rank 1", … as each run says which rank it is; where one does not say,
+            by their order.
 
     Raises:
-        ConfigError: No runs, a run or a name twice, not as many names as runs, or a run with an invalid start time.
+        ConfigError: No runs, a run, a rank or a name twice, ranks of groups of different sizes without names, not as many
+            names as runs, or a run with an invalid start time.
 
     Examples:
         >>> parts = [Run(str(n), "FLUX", f"2026-11-21T10:00:0{n}+00:00", 4.0) for n in (0, 1)]
@@ -80,16 +82,64 @@ def _encodable(text: str) -> str:
 
 
 def _named(runs: Sequence[Run], names: Sequence[str] | None) -> dict[str, Run]:
-    chosen = [f"rank {number}" for number in range(len(runs))] if names is None else list(names)
     if not runs:
         raise ConfigError("There are no runs to merge.", hint="Give the run of each rank.")
+    chosen = _rank_names(runs) if names is None else list(names)
     if len(chosen) != len(runs):
         raise ConfigError(f"There are {len(runs)} runs, but {len(chosen)} names.", hint="Name each run.")
     for what, given in (("name", chosen), ("run", [run.id for run in runs])):
         twice = [name for name, count in Counter(given).items() if count > 1]
         if twice:
-            raise ConfigError(f"The {what} {twice[0]!r} is given twice.", hint="Give each rank once.")
+            raise ConfigError(
+                f"The {what} {twice[0]!r} is given twice.", hint="Give each rank once, or name each run."
+            )
     return dict(zip(chosen, runs, strict=True))
+
+
+def _rank_names(runs: Sequence[Run]) -> list[str]:
+    places = [place_of(run) for run in runs]
+    known = [place for place in places if place is not None]
+    if len(known) < len(runs):
+        return [f"rank {number}" for number in range(len(runs))]
+    sizes = sorted({place.world_size for place in known})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"These are ranks of groups of {' and '.join(map(str, sizes))} processes.",
+            hint="Give the runs of one launch, or name each run.",
+        )
+    return [f"rank {place.rank}" for place in known]
+
+
+class Place(NamedTuple):
+    """Which of several processes made a run.
+
+    Attributes:
+        rank: From 0.
+        world_size: How many processes there are.
+        machine: The name of the rank's machine; None: not known.
+    """
+
+    rank: int
+    world_size: int
+    machine: str | None = None
+
+
+def place_of(run: Run) -> Place | None:
+    """Which rank of how many a run was made by, where it says so."""
+    told = run.facts.get(GROUP)
+    rank, size, machine = (
+        (told.get(name) for name in Place._fields) if isinstance(told, Mapping) else (None, None, None)
+    )
+    if type(rank) is not int or type(size) is not int or not 0 <= rank < size:
+        return None
+    return Place(rank, size, machine if isinstance(machine, str) and machine else None)
+
+
+def machines_of(ranks: Mapping[str, Run]) -> dict[str, str]:
+    """The machine of each rank by the rank's name; empty where all ran on the same one, or that is not known."""
+    places = {name: place_of(run) for name, run in ranks.items()}
+    machines = {name: place.machine for name, place in places.items() if place is not None and place.machine}
+    return machines if len(set(machines.values())) > 1 else {}
 
 
 def _start_of(run: Run) -> datetime:
@@ -147,6 +197,8 @@ def _common_host(named: Mapping[str, Run], devices: Mapping[str, Mapping[str, st
     hosts = [run.host for run in named.values()]
     first = hosts[0]
     if first is None or any(host is None or _machine(host) != _machine(first) for host in hosts):
+        return None
+    if machines_of(named):  # machines of the same make
         return None
     accelerators = [
         replace(facts, device=devices[name][facts.device])

@@ -1,4 +1,5 @@
 import platform
+import socket
 import sys
 from importlib import metadata
 from types import SimpleNamespace
@@ -6,9 +7,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from sigmascope.probes import NullAccelerator, host, host_facts
 from sigmascope.probes.accelerators.cuda import CudaAccelerator
+from sigmascope.probes.host import place_in_group
 
 NO_ACCELERATOR = NullAccelerator("no accelerator: none here")
 
@@ -84,3 +87,39 @@ def test_a_count_that_the_system_does_not_know_is_a_reason(monkeypatch: pytest.M
     facts = host_facts(NO_ACCELERATOR)
     assert facts.cpu_count_physical is None
     assert facts.unavailable["cpu_count_physical"] == "the system does not report it"
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "place"),
+    [
+        ("1", "2", (1, 2)),
+        ("0", "1", None),
+        ("2", "2", None),
+        ("x", "2", None),
+        ("1", None, None),
+        (None, None, None),
+    ],
+)
+def test_a_launcher_s_variables_say_which_of_several_processes_this_one_is(
+    rank: str | None, size: str | None, place: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    told = place_in_group()
+    assert (None if told is None else (told["rank"], told["world_size"])) == place
+    assert told is None or told["machine"] == socket.gethostname()
+
+
+def test_torch_says_it_where_no_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    told = place_in_group()
+    assert told is not None
+    assert (told["rank"], told["world_size"]) == (5, 8)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1 / 0)
+    assert place_in_group() is None

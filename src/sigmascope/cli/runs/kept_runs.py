@@ -304,14 +304,17 @@ def merge(
     ],
     name: Annotated[
         list[str] | None,
-        typer.Option("--name", help="What to call each, in order; rank 0, rank 1, … by default. Repeatable."),
+        typer.Option(
+            "--name",
+            help="What to call each, in order; rank 0, rank 1, … as they say, by default. Repeatable.",
+        ),
     ] = None,
 ) -> None:
     """Make one run of those of several processes: the ranks of a training, or the machines of a generation."""
     from sigmascope.analysis.diagnostics import diagnose
     from sigmascope.analysis.rules_time import slowest_rank
     from sigmascope.cli.compare import load_runs
-    from sigmascope.records.merge import merge_runs, ranks_of
+    from sigmascope.records.merge import machines_of, merge_runs, ranks_of
     from sigmascope.records.serialization import save_run
 
     runs = load_runs(paths)
@@ -320,11 +323,19 @@ def merge(
     require_writable(output)
     save_run(merged, output)
     say(f"{units.counted(len(runs), 'process', 'processes')} in {output}")
-    slowest = slowest_rank(ranks_of(merged))
+    for finding in merged.findings:
+        if finding.id == "ranks.missing":
+            say(finding.message)
+    ranks = ranks_of(merged)
+    slowest, machines = slowest_rank(ranks), machines_of(ranks)
     if slowest is not None:
+        slow, fast = (
+            f"{name} on {machines[name]}" if name in machines else name
+            for name in (slowest.name, slowest.fastest)
+        )
         say(
-            f"Slowest: {slowest.name}, {units.seconds(slowest.step_seconds)} a step; "
-            f"the fastest, {slowest.fastest}, {units.seconds(slowest.fastest_seconds)}"
+            f"Slowest: {slow}, {units.seconds(slowest.step_seconds)} a step; "
+            f"the fastest, {fast}, {units.seconds(slowest.fastest_seconds)}"
         )
 
 
