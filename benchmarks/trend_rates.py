@@ -4,7 +4,8 @@
     python benchmarks/trend_rates.py --real FOLDER [--runs 60]
 
 Synthetic: series of 100 runs of five kinds of noise. Unchanged: in how many a change point is told. Planted: by how many
-runs after its first a change is told, of time and of memory.
+runs after its first a change is told, of time and of memory. And series that jump between two levels: in how many a change
+point is told once all runs are there, and in how many one was told as it came.
 
 Real: a small pipeline of each of five families runs in series, twice, as the machine is and beside a process for each
 processor that never rests. The records are written to the folder, and read from there the next time. Nothing changes in any
@@ -32,12 +33,13 @@ from tests.families import make_pipeline
 import sigmascope
 from sigmascope.analysis.run_comparison import MAX_GROWTH, USUAL, Limits, check_regression, compare_totals
 from sigmascope.analysis.run_figures import figures_of, timed_on_device
-from sigmascope.analysis.trend import FEWEST_NEW, MOST_BEFORE, trend_of
+from sigmascope.analysis.trend import FEWEST_NEW, MOST_BEFORE, changed_with_last, trend_of
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import run_from_json, run_to_json
 
 LENGTH = 100
 KINDS = ("gaussian", "log-normal", "late runs", "AR(1)", "drift")
+SHARES, GAPS = (0.1, 0.2, 0.3, 0.5), (0.1, 0.5)
 CHANGES = (1.1, 1.15, 1.3, 0.9, 0.75)
 FAMILIES = ("flux", "sd15", "sdxl", "sd3", "qwen_image")
 WHERE = ("as it is", "loaded")
@@ -91,6 +93,24 @@ def synthetic(series: int, planted: int, noise: float) -> None:
         values[at:] *= 1.02
         hits += any(change.at == at for change in trend_of(values.tolist(), "bytes").changes)
     print(f"  memory, noise 0.02 %, planted +2 %: false {memory}, found {hits} of {planted}")
+    each = range(series // len(SHARES) // len(GAPS))
+    jumping = [two_levels(share, gap, rng).tolist() for share in SHARES for gap in GAPS for _ in each]
+    told = sum(bool(trend_of(values, "seconds").changes) for values in jumping)
+    some = jumping[::4]
+    early = sum(map(is_told_as_it_comes, some))
+    print(
+        f"  jumping between two levels: false {told} of {len(jumping)}; as they came {early} of {len(some)}"
+    )
+
+
+def two_levels(share: float, gap: float, rng: np.random.Generator) -> Series:
+    """Times of which each is at the higher of two levels with the probability `share`, whatever the one before was."""
+    return 10 * (1 + gap * (rng.random(LENGTH) < share)) * (1 + 0.01 * rng.standard_normal(LENGTH))
+
+
+def is_told_as_it_comes(values: list[float]) -> bool:
+    """Whether any run was told as the last of three that changed."""
+    return any(changed_with_last(values[:end], "seconds") for end in range(1, len(values) + 1))
 
 
 def within(kind: str, change: float, planted: int, noise: float, rng: np.random.Generator) -> str:

@@ -111,6 +111,28 @@ def test_a_peak_that_jumps_between_two_levels_does_not_change() -> None:
     assert places(jumping, "bytes") == []
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_times_that_jump_between_two_levels_do_not_change(share: float) -> None:
+    """Of 60 such series some begin with a few runs of one level and a few of the other, and some hold three in a row."""
+    told = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        told += bool(
+            places([10.0 * rng.gauss(1, 0.01) * (1.3 if rng.random() < share else 1) for _ in range(100)])
+        )
+    assert told <= 0.01 * 60
+
+
+def test_a_change_is_withdrawn_once_the_series_is_seen_to_jump() -> None:
+    low, high = [10.0, 10.1, 9.9], [13.0, 13.1, 12.9]
+    assert places(low + high) == [3]
+    assert places([*low, *high, 10.0, 13.0, 10.1, 9.9, 13.1]) == []
+    assert places(gaussian(30, 1) + gaussian(5, 2, 13.0) + gaussian(20, 3)) == [30, 35]  # it came, and went
+    before, rare = gaussian(30, 1), gaussian(4, 5, 13.0)
+    before[9] = before[21] = rare[3]
+    assert places(before + rare[:3] + gaussian(20, 3)) == []  # it was there before
+
+
 def test_of_few_runs_only_a_clear_change_is_told() -> None:
     assert places([10.0, 10.1, 10.2, 15.0, 15.1, 15.0]) == [3]
     assert places([10.0, 10.1, 10.2, 11.4, 11.1, 11.2]) == [3]

@@ -1,11 +1,15 @@
 """Runs are kept on a thread of their own, and a store that refuses them costs none."""
 
+import multiprocessing
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +18,7 @@ from tests.history.kept_runs import kept_run
 from sigmascope.history import keeper
 from sigmascope.history.keeper import finish, keep, keep_all, unkept_files
 from sigmascope.history.location import KEEP, STORE, store_url, unkept_folder
-from sigmascope.history.store import open_store
+from sigmascope.history.store import Store, open_store
 from sigmascope.records.serialization import load_run
 
 
@@ -211,8 +215,11 @@ def test_a_forked_child_keeps_its_own_runs(file: Path, said: list[str]) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_child_that_is_forked_while_runs_are_written_keeps_its_own(file: Path, said: list[str]) -> None:
+def test_a_child_that_is_forked_while_runs_are_written_keeps_its_own(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SQLite would take the locks of its parent's open store for the child's."""
+    monkeypatch.setattr("sigmascope.threads._MOST_FORK_SECONDS", 60.0)
     children = []
     for number in range(4):
         for part in "abc":
@@ -229,30 +236,104 @@ def test_a_child_that_is_forked_while_runs_are_written_keeps_its_own(file: Path,
     assert len(kept_ids()) == 16
 
 
+LOCKS = """
+import sqlite3, sys, time
+other = sqlite3.connect(sys.argv[1], isolation_level=None)
+other.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_child_that_is_forked_while_the_store_is_locked_writes_json(
+def test_a_fork_does_not_wait_until_the_lock_of_the_store_is_free(
     file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sigmascope.history.store._WAIT_SECONDS", 1.0)
-    monkeypatch.setattr("sigmascope.threads._MOST_FORK_SECONDS", 0.01)
+    monkeypatch.setattr("sigmascope.threads._MOST_FORK_SECONDS", 60.0)
+    monkeypatch.setattr("sigmascope.history.store._WAIT_SECONDS", 60.0)
     with open_store():
         pass
-    with closing(sqlite3.connect(file, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    with subprocess.Popen([sys.executable, "-c", LOCKS, file], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
         keep(kept_run(id="parent"), "watch", said.append)
-        deadline = time.monotonic() + 5
-        while not keeper._keeper or keeper._keeper.url_in_use is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until_open()
         child = os.fork()
         if child == 0:
             keep(kept_run(id="child"), "watch", said.append)
             finish()
-            os._exit("was open" not in said[-1])
-        assert os.waitpid(child, 0)[1] == 0
+            os._exit(len(unkept_files()))
+        assert kept_ids() == []
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        other.kill()
+    assert os.waitpid(child, 0)[1] == 0
+    finish()
+    assert sorted(kept_ids()) == ["child", "parent"]
+
+
+def until_open() -> None:
+    """Wait until the keeper of this process has the store open."""
+    deadline = time.monotonic() + 30
+    while not keeper._keeper or not keeper._keeper.has_open:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_while_the_disk_hangs_writes_json(
+    file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sigmascope.threads._MOST_FORK_SECONDS", 0.01)
+    may_go_on, add = threading.Event(), Store.add
+
+    def slow(*arguments: Any, **named: Any) -> bool:
+        may_go_on.wait(30)
+        return add(*arguments, **named)
+
+    monkeypatch.setattr(Store, "add", slow)
+    keep(kept_run(id="parent"), "watch", said.append)
+    until_open()
+    child = os.fork()
+    if child == 0:
+        keep(kept_run(id="child"), "watch", said.append)
         finish()
-    assert {load_run(path).id for path in unkept_files()} == {"parent", "child"}
+        os._exit("was open" not in said[-1])
+    assert os.waitpid(child, 0)[1] == 0
+    may_go_on.set()
+    finish()
+    assert kept_ids() == ["parent"]
+    assert [load_run(path).id for path in unkept_files()] == ["child"]
+
+
+POOL = """
+import multiprocessing, sys
+from tests.history.kept_runs import kept_run
+from sigmascope.history import keeper
+
+keeper.LONGEST_WAIT_OF_WORKERS_SECONDS = 600
+
+def work(number):
+    keeper.keep(kept_run(id=str(number)), "watch", lambda line: None)
+    return number
+
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+        pool.map(work, range(4), chunksize=1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_pool_that_ends_its_workers_by_a_signal_loses_no_run(how: str, file: Path, tmp_path: Path) -> None:
+    if how not in multiprocessing.get_all_start_methods():
+        pytest.skip("there is no fork")
+    script = tmp_path / "pool.py"
+    script.write_text(POOL)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, script, how], env=environment, check=True, timeout=300)
+    assert sorted(kept_ids()) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize(

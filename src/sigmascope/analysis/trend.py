@@ -16,13 +16,17 @@ alarms. So a change point must also be
 - far: 3.5 standard deviations of the level from its median, which are 1.4826 of its median absolute deviations (Hampel,
   JASA 69, 1974), so that late runs do not widen it;
 - new: at most one in 8 values of the level lies as far out, and one in 20 near the new median, so that of a figure that
-  jumps between two levels nothing is said.
+  jumps between two levels nothing is said;
+- lasting: more of the values after it than one in 8 are not half of the way back, and a level of fewer than 10 values that came and
+  went was not there in more than one in 20 of the values around it. A place that does not last is withdrawn, and the series
+  walked without it.
 
 A slow drift is no change point, since no run is where it began. `Trend.drift` has it.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -206,7 +210,7 @@ def trend_of(values: Sequence[float], unit: Unit, *, limits: Limits = USUAL) -> 
     wrong = next((value for value in values if not is_value(value)), None)
     if wrong is not None:
         raise ValueError(f"{wrong!r} cannot stand in a series")
-    places = list(_places(values, unit, limits))
+    places = _lasting_places(values, unit, limits)
     bounds = [0, *(at for at, _ in places), len(values)]
     changes = tuple(
         Change(
@@ -229,12 +233,63 @@ def changed_with_last(values: Sequence[float], unit: Unit) -> Change | None:
     return found[-1] if found and found[-1].found_at == len(values) - 1 else None
 
 
-def _places(values: Sequence[float], unit: Unit, limits: Limits) -> Iterator[tuple[int, int]]:
-    """Of each change point the first index of the new level, and the last that was needed to know it."""
+def _lasting_places(values: Sequence[float], unit: Unit, limits: Limits) -> list[tuple[int, int]]:
+    """The places without those of which the values after them show that the series only jumps between two levels.
+
+    What was taken for a level then belongs to the one before, and the series is walked anew.
+    """
     may_be = _candidates(values, unit)
+    withdrawn: set[int] = set()
+    while True:
+        places = list(_places(values, unit, limits, may_be, withdrawn))
+        jumps = _jumps(values, [at for at, _ in places])
+        if not jumps:
+            return places
+        withdrawn |= {last for at, last in places if at in jumps}
+
+
+def _jumps(values: Sequence[float], places: Sequence[int]) -> set[int]:
+    """The places where no new level begins: the old one is in what follows, or the new one was no rarity in the old."""
+    bounds = [0, *places, len(values)]
+    found: set[int] = set()
+    for index, at in enumerate(places, 1):
+        old = values[max(bounds[index - 1], at - MOST_BEFORE) : at]
+        new = values[at : min(bounds[index + 1], at + MOST_BEFORE)]
+        if _gone(new, median(new), median(old)) > max(1, len(new) // _BEYOND):
+            found.add(at)
+        elif index < len(places) and len(new) < _WINDOWS[-1]:
+            back = bounds[index + 1]
+            later = values[back : min(bounds[index + 2], back + MOST_BEFORE)]
+            around = [*old, *later]
+            is_back = _gone([median(later)], median(new), median(old)) == 1
+            if is_back and _near(around, median(around), median(new)) > len(around) // _NEAR:
+                found |= {at, back}
+    return found
+
+
+def _gone(values: Sequence[float], begin: float, end: float) -> int:
+    """How many values have gone half of the way to another level."""
+    if begin == end:
+        return 0
+    return sum((value - begin) / (end - begin) >= _PART_OF_THE_WAY for value in values)
+
+
+def _near(values: Sequence[float], begin: float, end: float) -> int:
+    """How many values are at another level, give or take half of the way there."""
+    return sum(abs(value - end) <= abs(end - begin) / 2 for value in values)
+
+
+def _places(
+    values: Sequence[float],
+    unit: Unit,
+    limits: Limits,
+    may_be: "NDArray[np.bool_]",
+    withdrawn: AbstractSet[int],
+) -> Iterator[tuple[int, int]]:
+    """Of each change point the first index of the new level, and the last that was needed to know it."""
     start, last = 0, FEWEST_BEFORE + FEWEST_NEW - 1
     while last < len(values):
-        if last - start < MOST_BEFORE + _WINDOWS[-1] or may_be[last]:
+        if last not in withdrawn and (last - start < MOST_BEFORE + _WINDOWS[-1] or may_be[last]):
             width = next(
                 (width for width in _WINDOWS if _has_changed(values, start, last, width, unit, limits)), None
             )
@@ -255,8 +310,7 @@ def _has_changed(
     middle, now = median(before), median(new)
     if now == middle:
         return False
-    gone = sum((value - middle) / (now - middle) >= _PART_OF_THE_WAY for value in new)
-    if gone < _SHARE_GONE * width:
+    if _gone(new, middle, now) < _SHARE_GONE * width:
         return False
     if min(now, middle) <= 0:  # of which there is no ratio
         return not is_noise(new, before, unit, limits=limits)

@@ -1,0 +1,1 @@
+"""What `run_store.py` measures beside our own store."""
