@@ -83,7 +83,14 @@ def test_options_leave_some() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("--outcome", "fine"), ("--since", "tomorrow"), ("--tag", "a b"), ("--until", "99999999w")],
+    [
+        ("--outcome", "fine"),
+        ("--since", "tomorrow"),
+        ("--tag", "a b"),
+        ("--until", "99999999w"),
+        ("--since", "7d", "--until", "9d"),
+        ("--since", "2026-03-01", "--until", "2026-03-01"),
+    ],
 )
 def test_options_that_make_no_sense(words: tuple[str, ...]) -> None:
     kept(kept_run())
@@ -206,6 +213,15 @@ def test_processes_have_the_names_that_they_are_given(tmp_path: Path) -> None:
         tmp_path / "all.json",
     )
     assert {stage.name for stage in load_run(tmp_path / "all.json").stages} == {"node a", "node b"}
+
+
+@pytest.mark.parametrize("again", ["latest", "aaaa"])
+def test_a_run_that_is_given_twice_is_not_merged_with_itself(again: str, tmp_path: Path) -> None:
+    kept(on_day(1, "aaaa1111"))
+    done = invoked("runs", "merge", "latest", again, "-o", tmp_path / "all.json")
+    assert isinstance(done.exception, ConfigError)
+    assert "'aaaa1111' is given twice" in str(done.exception)
+    assert not (tmp_path / "all.json").exists()
 
 
 def test_what_is_not_taken_in_fails_the_command(tmp_path: Path) -> None:

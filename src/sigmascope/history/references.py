@@ -111,7 +111,7 @@ def filters_of(texts: Mapping[str, str | None]) -> "Filters":
     """Filters as people write them, by the names of `Filters`' fields; None: any.
 
     Raises:
-        ConfigError: One of them is no outcome, tag or moment.
+        ConfigError: One of them is no outcome, tag or moment, or no moment is left between two of them.
     """
     from sigmascope.history.store import Filters
     from sigmascope.records.failures import OUTCOMES
@@ -124,6 +124,11 @@ def filters_of(texts: Mapping[str, str | None]) -> "Filters":
     for name in ("since", "until"):
         if name in given:
             given[name] = moment_of(given[name], f"--{name}")
+    if "since" in given and "until" in given and given["since"] >= given["until"]:
+        raise ConfigError(
+            f"--since {texts['since']} is not before --until {texts['until']}, so no run can be meant.",
+            hint="--until is the first moment that is too late: for a whole day, give the next one.",
+        )
     return Filters(**given)
 
 

@@ -317,7 +317,9 @@ def merge(
     from sigmascope.records.merge import machines_of, merge_runs, ranks_of
     from sigmascope.records.serialization import save_run
 
-    runs = load_runs(paths)
+    runs = [
+        run for path in paths for run in load_runs([path])
+    ]  # one that is given twice stays two, and is refused
     merged = merge_runs(runs, name)
     merged = replace(merged, findings=diagnose(merged))
     require_writable(output)
