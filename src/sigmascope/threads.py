@@ -7,7 +7,8 @@ allocator and NVML count may be read everywhere.
 
 A host may also fork. A module that a thread of ours was importing then would stay half imported in the child, and locked: who
 imports it there fails, or waits for good. And SQLite takes the locks of an open database for the child's own, so that it finds
-it locked for good. So a thread of ours imports and opens databases in the block of `unforked`, for which a fork waits.
+it locked for good. So a thread of ours imports and opens databases in the block of `unforked`, for which a fork waits: as long
+as a module is being imported, since the child could never import it, and a moment for a database, which the child can do without.
 """
 
 import os
@@ -69,24 +70,48 @@ def has_hands_off() -> bool:
     return getattr(_HERE, "hands_off", False)
 
 
-_MOST_FORK_SECONDS = 5.0
-"""A fork waits no longer: an import may hang, on a disk of another machine."""
+_MOST_FORK_SECONDS = 0.25
+"""A fork waits no longer for a database. Its child then leaves the database alone, see `was_forked_amid`."""
+_MOST_IMPORT_SECONDS = 5.0
+"""A fork waits no longer for an import: one may hang, on a disk of another machine."""
 _unforked = threading.RLock()
+_importing: set[int] = set()
+"""Threads that import in the block of `unforked`."""
 _forking: set[int] = set()
 """Threads that fork, or wait to do so."""
 _waited = threading.local()
+_forked_amid = False
+
+
+class ForkFirst(Exception):
+    """Work in the block of `unforked` that has not begun is to be left, and begun anew after `let_forks_pass`."""
 
 
 @contextmanager
 def unforked() -> Iterator[None]:
     """Let forks by other threads wait for the block."""
     with _unforked:
+        before, _HERE.is_unforked = getattr(_HERE, "is_unforked", False), True
+        try:
+            yield
+        finally:
+            _HERE.is_unforked = before
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import modules in the block: a fork that waits for `unforked` waits longer for that."""
+    thread = threading.get_ident()
+    _importing.add(thread)
+    try:
         yield
+    finally:
+        _importing.discard(thread)
 
 
 def is_fork_waiting() -> bool:
-    """Whether another thread wants to fork."""
-    return bool(_forking)
+    """Whether another thread wants to fork, and waits for this one."""
+    return bool(_forking) and getattr(_HERE, "is_unforked", False)
 
 
 def let_forks_pass() -> None:
@@ -97,9 +122,18 @@ def let_forks_pass() -> None:
         _unforked.acquire()
 
 
+def was_forked_amid() -> bool:
+    """Whether this process was forked in the middle of a block of `unforked`: what was open then must not be touched."""
+    return _forked_amid
+
+
 def _before_fork() -> None:
     _forking.add(threading.get_ident())
-    _waited.has_lock = _unforked.acquire(timeout=_MOST_FORK_SECONDS)
+    began = time.monotonic()
+    has_lock = _unforked.acquire(timeout=_MOST_FORK_SECONDS)
+    while not has_lock and _importing and time.monotonic() < began + _MOST_IMPORT_SECONDS:
+        has_lock = _unforked.acquire(timeout=0.01)
+    _waited.has_lock = has_lock
 
 
 def _after_fork() -> None:
@@ -110,9 +144,12 @@ def _after_fork() -> None:
 
 def _begin_anew() -> None:
     """The child's lock is its own."""
-    global _unforked
+    global _unforked, _forked_amid
+    _forked_amid = _forked_amid or not _waited.has_lock
     _unforked = threading.RLock()
     _forking.clear()
+    _importing.clear()
+    _HERE.is_unforked = False
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Final
@@ -23,15 +24,27 @@ from sigmascope.files import without_home
 from sigmascope.history.location import KEEP, is_kept, store_url, unkept_folder
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import save_run
-from sigmascope.threads import is_fork_waiting, let_forks_pass, own_thread, unforked
+from sigmascope.threads import (
+    ForkFirst,
+    importing,
+    is_fork_waiting,
+    let_forks_pass,
+    own_thread,
+    unforked,
+    was_forked_amid,
+)
 
 if TYPE_CHECKING:
     from sigmascope.history.store import Store
 
 LONGEST_WAIT_SECONDS: Final = 15.0
 """At the end of the process."""
+LONGEST_WAIT_OF_WORKERS_SECONDS: Final = 2.0
+"""Of a process that may be ended once its work is done; once it took longer, it waits no more."""
 _BESIDE_EARLIER: Final = ("watch", "process")
 """Whose runs are compared with earlier ones as they come. A prompt of ComfyUI runs what its cache lacks, and is compared there."""
+_MODULES: Final = ("sqlalchemy", "sigmascope.history.store", "sigmascope.history.own_history")
+"""What a store takes, one after another, so that a fork waits for one of them at most."""
 _IMPORT: Final = "sigmascope runs import takes it in"
 Say = Callable[[str], None]
 _Waiting = tuple[Run, str, Say, str]
@@ -49,7 +62,16 @@ def keep(run: Run, source: str, say: Say) -> None:
     if not is_kept():
         return
     with suppress(Exception):  # a guest: the host goes on, whatever is the matter
-        _keeper_of_process().take(run, source, say)
+        keeper = _keeper_of_process()
+        keeper.take(run, source, say)
+        if source == "watch" and _may_be_ended():
+            keeper.wait_a_moment()
+
+
+def _may_be_ended() -> bool:
+    """Whether this process may be ended by a signal as soon as it has given its result, as `with Pool()` ends its workers."""
+    processes = sys.modules.get("multiprocessing.process")
+    return processes is not None and processes.current_process().daemon
 
 
 def finish() -> None:
@@ -78,11 +100,15 @@ class Keeper:
         self._waiting = 0
         self._is_idle = threading.Event()
         self._is_idle.set()
+        self._is_slow = False
         self._told: set[str] = set()
         self._told_where: set[str] = set()
         self._opened: tuple[str, ExitStack, "Store"] | None = None
-        self.url_in_use: str | None = None
-        """Of the store that is open, or being opened."""
+
+    @property
+    def has_open(self) -> bool:
+        """Whether a store is open."""
+        return self._opened is not None
 
     def __enter__(self) -> "Keeper":
         return self
@@ -105,6 +131,11 @@ class Keeper:
             except RuntimeError:  # Python is ending
                 self._thread = None
         self._write_all()
+
+    def wait_a_moment(self) -> None:
+        """Wait until all is kept, unless that took too long before."""
+        if not self._is_slow:
+            self._is_slow = not self._is_idle.wait(LONGEST_WAIT_OF_WORKERS_SECONDS)
 
     def finish(self) -> None:
         """Wait until all is kept. What is not by then is written as JSON by whom waited, also the run that is being kept."""
@@ -129,9 +160,7 @@ class Keeper:
                 self.write(*self._under_way)
                 self._under_way = None
                 is_last = self._one_less()
-                if is_fork_waiting():
-                    self._close()
-                    let_forks_pass()
+                self._let_forks_pass()
 
     def _one_less(self) -> bool:
         """Whether nothing waits any more."""
@@ -144,20 +173,40 @@ class Keeper:
             self._is_idle.set()
             return True
 
+    def _let_forks_pass(self) -> None:
+        """Close the store for who wants to fork; a child that had it open could never use it."""
+        if is_fork_waiting():
+            self._close()
+            let_forks_pass()
+
     def write(self, run: Run, source: str, say: Say, url: str) -> None:
         """Keep a run, or write it beside the store. Raises nothing."""
         try:
-            store = self._open(url)
-            if store.is_new:
-                self._tell(say, f"runs are kept in {without_home(store.name)}; {KEEP}=0 keeps none")
-            is_new = store.add(run, source, prune=True)
+            is_new = self._add(run, source, say, url)
             if is_new and source in _BESIDE_EARLIER:
-                self._compare(store, run, say)
+                self._let_forks_pass()
+                self._compare(self._open(url), run, say)
         except Exception as failure:  # noqa: BLE001 - whatever is wrong with the store costs no run
             self._close()
             told = failure.message if isinstance(failure, SigmascopeError) else None
             reason = told or f"{type(failure).__name__}: {failure}"
             self._write_beside(run, say, url, reason)
+
+    def _add(self, run: Run, source: str, say: Say, url: str) -> bool:
+        """Whether the run was not there. Who wants to fork need not wait until the store's lock is free."""
+        until = time.monotonic() + LONGEST_WAIT_SECONDS
+        while True:
+            try:
+                store = self._open(url)
+                if store.is_new:
+                    self._tell(say, f"runs are kept in {without_home(store.name)}; {KEEP}=0 keeps none")
+                return store.add(run, source, prune=True)
+            except ForkFirst:
+                self._let_forks_pass()
+                if time.monotonic() > until:
+                    raise StoreError(
+                        "The store of runs is locked by another process.", hint="Try again once that is done."
+                    ) from None
 
     def _compare(self, store: "Store", run: Run, say: Say) -> None:
         """Say what is odd about a run that is kept, beside those like it before."""
@@ -172,14 +221,17 @@ class Keeper:
         if self._opened is not None and self._opened[0] == url:
             return self._opened[2]
         self._close()
-        if url in _open_at_fork:
+        if was_forked_amid():
             raise StoreError(
                 "The store of runs was open when this process was forked.", hint="Start it anew."
             )
+        for module in _MODULES:
+            with importing():
+                import_module(module)
+            self._let_forks_pass()
         from sigmascope.history.store import open_store
 
         stack = ExitStack()
-        self.url_in_use = url
         self._opened = (url, stack, stack.enter_context(open_store(url)))
         return self._opened[2]
 
@@ -188,7 +240,6 @@ class Keeper:
             stack, self._opened = self._opened[1], None
             with suppress(Exception):
                 stack.close()
-        self.url_in_use = None
 
     def _write_beside(self, run: Run, say: Say, url: str, reason: str | None = None) -> None:
         """Write a run as JSON, and say why; no reason: the time was up, which is news only where nothing was said yet."""
@@ -252,8 +303,8 @@ def _unkept_folders(url: str) -> tuple[Path, Path]:
     return unkept_folder(url), Path(gettempdir(), f"sigmascope-{user}.unkept")
 
 
-_open_at_fork: Final[dict[str, Keeper]] = {}
-"""By URL, stores that this process must neither open nor close: its parent had them open for longer than a fork waits."""
+_of_parents: Final[list[Keeper]] = []
+"""Keepers whose stores this process must neither use nor close: its parent had them open for longer than a fork waits."""
 _keeper: Keeper | None = None
 _making = threading.Lock()
 
@@ -273,8 +324,8 @@ def _keeper_of_process() -> Keeper:
 def _begin_anew() -> None:
     """A child that was forked has none of its parent's threads, and perhaps a lock that nobody will open."""
     global _keeper, _making
-    if _keeper is not None and _keeper.url_in_use is not None:
-        _open_at_fork[_keeper.url_in_use] = _keeper
+    if _keeper is not None and _keeper.has_open:
+        _of_parents.append(_keeper)
     _keeper, _making = None, threading.Lock()
 
 

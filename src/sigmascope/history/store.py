@@ -56,6 +56,7 @@ from sigmascope.installation import install_extra
 from sigmascope.plain_text import printable
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import run_from_json, run_to_json
+from sigmascope.threads import ForkFirst, importing, is_fork_waiting
 
 MOST_RUNS: Final = 10_000
 MOST_BYTES: Final = 1_000_000_000
@@ -228,7 +229,8 @@ class Store:
     def _made_engine(self) -> Engine:
         arguments = {"timeout": _WAIT_SECONDS} if self.is_sqlite else {}
         try:
-            engine = create_engine(self._url, connect_args=arguments)
+            with importing():  # the driver
+                engine = create_engine(self._url, connect_args=arguments)
         except ModuleNotFoundError as missing:
             raise ConfigError(
                 f"The store {self.name} needs {missing.name}, which is not installed.",
@@ -344,10 +346,11 @@ class Store:
             raise StoreError(message, hint="Name another place: SIGMASCOPE_STORE=/path/runs.db") from error
 
     def _migrate(self, connection: Connection, revision: str | None) -> None:
-        from alembic.config import Config
-        from alembic.runtime.environment import EnvironmentContext
-        from alembic.script import ScriptDirectory
-        from alembic.util import CommandError
+        with importing():
+            from alembic.config import Config
+            from alembic.runtime.environment import EnvironmentContext
+            from alembic.script import ScriptDirectory
+            from alembic.util import CommandError
 
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
@@ -648,7 +651,8 @@ def _checked(url: str) -> URL:
         if checked.drivername in ("postgres", "postgresql"):
             checked = checked.set(drivername="postgresql+psycopg")
         backend = checked.get_backend_name()
-        checked.get_dialect()
+        with importing():
+            checked.get_dialect()
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise _no_store(error) from error
     if (backend, checked.drivername.partition("+")[2]) not in _BACKENDS:
@@ -703,6 +707,8 @@ def _begin(connection: Connection) -> None:
             except OperationalError as error:
                 if _LOCKED not in str(error) or time.monotonic() > until:
                     raise
+                if is_fork_waiting():
+                    raise ForkFirst from error
                 time.sleep(random.uniform(0.001, 0.01))
     finally:
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(1000 * _WAIT_SECONDS)}")
