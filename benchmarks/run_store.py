@@ -1,34 +1,41 @@
 """How long the store of runs takes: to hand a run over in the host, to write one, to list and to filter many.
 
 The host hands a run over on its own thread, which may take 5 ms of it; all else happens on another. Lists and filters of
-100,000 runs may take 100 ms. MLflow's file store is beside it where MLflow is installed.
+100,000 runs may take 100 ms.
 
-python benchmarks/run_store.py [--runs 100000]
+Beside it stand the stores of MLflow (files, and SQLite) and trackio, at 1,000 and 10,000 runs. They are given what is in
+our rows; 10,000 runs are 1,000 that were multiplied, and 200 more. We write the whole record besides, and wait until it is on the disk. `store_bench/peers.py` says how to install them, in an
+environment of their own; one that is missing has a row with the reason.
+
+    python benchmarks/run_store.py [--runs 100000] [--beside 1000 10000] [--peers PYTHON]
 """
 
 import argparse
+import json
 import os
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.store_bench import peers
+from benchmarks.store_bench.peers import PEERS, WANTED, Took, measured, repeated
 from tests.history.kept_runs import kept_run
 
 from sigmascope.history.keeper import finish, keep
+from sigmascope.history.row import row_of
 from sigmascope.history.store import Filters, Store, open_store
 from sigmascope.records.run import Run
 
 MOST_HOST_SECONDS, MOST_LIST_SECONDS = 0.005, 0.1
-REPEATS = 5
 WRITTEN = 200
 PIPELINES = (
     "FluxPipeline",
@@ -80,7 +87,7 @@ def multiplied(file: Path, copies: int) -> None:
         for copy in range(1, copies):
             year, month = 2025 - copy // 12, 1 + copy % 12
             writer.execute(
-                f"INSERT INTO runs (number, id, started_at, {names}) SELECT number + {copy * first}, id || '-{copy}', "
+                f"INSERT INTO runs (number, id, started_at, {names}) SELECT number + {copy * first}, id || '-{first}-{copy}', "
                 f"'{year}-{month:02}' || substr(started_at, 8), {names} FROM runs WHERE number <= {first}"
             )
             for table, column in (("loras", "lora"), ("records", "content")):
@@ -91,16 +98,6 @@ def multiplied(file: Path, copies: int) -> None:
                 f"INSERT INTO tags SELECT number, 'rare' FROM runs WHERE number = {copy * first + 1}"
             )
         writer.commit()
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """The medians of a few times: by the clock, and of the processor, which other programs change less; in seconds."""
-    took = []
-    for _ in range(REPEATS):
-        started, worked = time.perf_counter(), time.thread_time()
-        work()
-        took.append((time.perf_counter() - started, time.thread_time() - worked))
-    return median(wall for wall, _ in took), median(own for _, own in took)
 
 
 def reads(store: Store) -> dict[str, Callable[[], Any]]:
@@ -127,32 +124,89 @@ def reads(store: Store) -> dict[str, Callable[[], Any]]:
     }
 
 
-def mlflow_times(folder: Path, some: list[Run]) -> tuple[float, float, float] | None:
-    """Seconds to write one run, to list 20 and to filter, in MLflow's file store; None: it is not installed."""
-    try:
-        from mlflow.tracking import MlflowClient
-    except ImportError:
-        return None
-    client = MlflowClient(folder.as_uri())
-    experiment = client.create_experiment("runs")
-    started = time.perf_counter()
-    for run in some:
-        made = client.create_run(experiment, tags={"pipeline": run.stages[0].facts["pipeline"]["class_name"]})
-        client.log_metric(made.info.run_id, "seconds", run.seconds)
-        client.set_terminated(made.info.run_id)
-    written = (time.perf_counter() - started) / len(some)
-    listed, _ = timed(lambda: client.search_runs([experiment], max_results=20))
-    filtered = timed(
-        lambda: client.search_runs([experiment], "tags.pipeline = 'WanPipeline'", max_results=20)
+def beside_peers(store: Store, python: str, some: list[Run], counts: list[int]) -> None:
+    """Print what this store and each of the others take, how many times as long as ours that is, and the same of the processor."""
+    ours: dict[int, dict[str, Took]] = {}
+    print(f"{'':16} {'runs':>6}  {'write':>30}  {'list 20':>30}  {'filter':>30}")
+
+    def told(count: int, took: dict[str, Took]) -> None:
+        ours[count] = took
+        print(row("Sigmascope", count, took, took), flush=True)
+
+    def write(number: int) -> None:
+        run = some[number % len(some)]
+        store.add(replace(run, id=f"{run.id}-{number}"), "bench", prune=True)
+
+    file = store.file
+    assert file is not None
+    measured(
+        write,
+        lambda copies: multiplied(file, copies),
+        {
+            "list": lambda: len(store.runs(limit=20)),
+            "filter": lambda: len(store.runs(Filters(pipeline=WANTED), limit=20)),
+        },
+        counts,
+        told,
     )
-    return written, listed, filtered
+    columns = [row_of(run).columns() for run in some]
+    known = json.dumps([{name: value for name, value in one.items() if value is not None} for one in columns])
+    for name in PEERS:
+        for count, took in times_of_peer(python, name, known, counts):
+            print(row(name, count, took, ours[count]), flush=True)
+
+
+def times_of_peer(
+    python: str, name: str, known: str, counts: list[int]
+) -> Iterator[tuple[int, dict[str, Took]]]:
+    """At each count what it takes, as it becomes known; says why where it is not there or fails."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+        command = [python, peers.__file__, name, folder, *map(str, counts)]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as peer:
+            assert peer.stdin is not None
+            assert peer.stdout is not None
+            peer.stdin.write(known)
+            peer.stdin.close()
+            for line in peer.stdout:
+                told = json.loads(line)
+                if "unavailable" in told:
+                    print(f"{name:16} not measured: {told['unavailable']}")
+                else:
+                    yield told.pop("runs"), {what: Took(*seconds) for what, seconds in told.items()}
+        if peer.returncode != 0:
+            errors.seek(0)
+            last = errors.read().strip().splitlines()[-1:] or ["it gave no reason"]
+            print(f"{name:16} failed: {last[0]}")
+
+
+def row(name: str, count: int, took: dict[str, Took], ours: dict[str, Took]) -> str:
+    """By the clock in ms and as a ratio to ours, and the same of the processor."""
+    cells = [
+        f"{1e3 * one.wall:8.1f} ms {one.wall / our.wall:5.1f} × ({one.processor / our.processor:5.1f} ×)"
+        for one, our in ((took[what], ours[what]) for what in ours)
+    ]
+    return f"{name:16} {count:6,}  " + "  ".join(cells)
 
 
 def main() -> None:
     """Print what each takes, against its limit."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=100_000)
-    count = parser.parse_args().runs
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=100_000, help="of ours alone, about (default 100000)")
+    parser.add_argument(
+        "--beside",
+        type=int,
+        nargs="*",
+        default=[1000, 10_000],
+        help="of each store, the first 100 at least (default 1000 10000)",
+    )
+    parser.add_argument(
+        "--peers", default=sys.executable, metavar="PYTHON", help="that has MLflow and trackio (default this)"
+    )
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "runs.db")
         os.environ["SIGMASCOPE_STORE"] = str(file)
@@ -161,29 +215,19 @@ def main() -> None:
         print(f"{'on the host, a run':24} {1e3 * handed:9.2f} ms, of {1e3 * MOST_HOST_SECONDS:.0f} ms")
         some = runs(1000)
         with open_store() as store:
-            started = time.perf_counter()
-            for run in some[:WRITTEN]:
-                store.add(run, "bench", prune=True)
-            print(f"{'write, a run':24} {1e3 * (time.perf_counter() - started) / WRITTEN:9.2f} ms")
-            for run in some[WRITTEN:]:
-                store.add(run, "bench")
-            store.remove([run.number for run in store.runs() if run.row.id.startswith("host-")])
-        known = mlflow_times(Path(folder, "mlflow"), some)
-        multiplied(file, max(1, count // len(some)))
+            store.remove([run.number for run in store.runs()])
+            beside_peers(store, options.peers, some, sorted(options.beside) or [len(some)])
+            copies = max(1, options.runs // store.count())
+        multiplied(file, copies)
         with open_store() as store:
             print(f"{store.count():,} runs, {file.stat().st_size / 1e6:.0f} MB")
             for name, read in reads(store).items():
-                took, worked = timed(read)
-                late = " TOO LONG" if took > MOST_LIST_SECONDS else ""
+                took = repeated(read)
+                late = " TOO LONG" if took.wall > MOST_LIST_SECONDS else ""
                 print(
-                    f"{name:24} {1e3 * took:9.2f} ms, of {1e3 * MOST_LIST_SECONDS:.0f} ms; processor {1e3 * worked:.1f} ms{late}"
+                    f"{name:24} {1e3 * took.wall:9.2f} ms, of {1e3 * MOST_LIST_SECONDS:.0f} ms; "
+                    f"processor {1e3 * took.processor:.1f} ms{late}"
                 )
-    if known is not None:
-        print(
-            "MLflow's file store, 1,000 runs: write {:.1f} ms, list {:.1f} ms, filter {:.1f} ms".format(
-                *(1e3 * value for value in known)
-            )
-        )
 
 
 if __name__ == "__main__":
