@@ -154,9 +154,18 @@ class Scope:
         self.in_step = True
         self._step_cpu_ns = process_time_ns()
 
-    def add_step(self, started_ns: int, ended_ns: int, start: "Mark | None") -> None:
-        """Take what there is at a step's end."""
-        cpu_ns = process_time_ns() - self._step_cpu_ns
+    def add_step(
+        self, started_ns: int, ended_ns: int, start: "Mark | None", ended_cpu_ns: int | None = None
+    ) -> None:
+        """Take what there is at a step's end.
+
+        Args:
+            started_ns: When it began.
+            ended_ns: When it ended.
+            start: Its beginning on the device.
+            ended_cpu_ns: The process's processor time when it ended; None: it ends now.
+        """
+        cpu_ns = (process_time_ns() if ended_cpu_ns is None else ended_cpu_ns) - self._step_cpu_ns
         self.in_step = False
         instruments, timings = self.instruments, self.columns.timings
         end, device = None, None

@@ -8,6 +8,7 @@ timestep begin another step (`Denoising.called`).
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from time import process_time_ns
 from typing import Any, Final
 
 from torch import Tensor
@@ -52,7 +53,8 @@ class Denoising:
         self._started: int | None = None
         self._mark: Mark | None = None
         self._component = ""
-        self._calls_in_step = 0
+        self._calls_in_step = self._calls_of_last = 0
+        self._last_cpu_ns: int | None = None
         self._timestep: float | None = None
         self._turns: list[tuple[str, int]] = []
         self._moved_ns = 0
@@ -71,19 +73,24 @@ class Denoising:
         started_ns, last_ns = self._started, self.last_ns
         return self.steps + (started_ns is not None and last_ns is not None and last_ns >= started_ns)
 
-    def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take a call of the denoiser that is about to run: the hot path."""
+    def called(self, name: str, timestep: object) -> None:
+        """Take a call of the denoiser that is about to run: the hot path.
+
+        Args:
+            name: The denoiser's.
+            timestep: What it is called for, as it was given, or its number.
+        """
         if (
             self._started is None or not self._component
         ):  # none is open, or what works for the denoiser opened it
             if not self.stepped:
-                self._timestep = number_of(timestep_in(args, kwargs))
-        elif self.stepped or not self._is_another(timestep_in(args, kwargs)):
+                self._timestep = number_of(timestep)
+        elif self.stepped or not self._is_another(timestep):
             self.calls[name] += 1
             self._calls_in_step += name == self._component
             return
         else:
-            self._commit(self._seen_ended())
+            self._commit_seen()
         self.calls[name] += 1
         self._component, self._calls_in_step = name, 1
         self._begin()
@@ -111,9 +118,14 @@ class Denoising:
         self._timestep = value
         return True
 
-    def returned(self) -> None:
-        """Take the end of a denoiser's call, where no scheduler tells of steps."""
-        self.last_ns = self._clock()
+    def returned(self, at_ns: int | None = None) -> None:
+        """Take the end of a denoiser's call, where no scheduler tells of steps, now or at that moment: the hot path.
+
+        It may be the step's last: it is, as a rule, if the step before had as many.
+        """
+        self.last_ns = self._clock() if at_ns is None else at_ns
+        is_last = not self.stepped and self._calls_in_step >= self._calls_of_last
+        self._last_cpu_ns = process_time_ns() if is_last else None
 
     def scheduler_began(self) -> Callable[[object, object], None]:
         """Take the beginning of the scheduler's step; gives what takes its end: the hot path."""
@@ -139,12 +151,15 @@ class Denoising:
         if self._started is not None:
             self._moved_ns += nanoseconds
 
-    def _seen_ended(self) -> int:
-        """When the open step's last call was seen to end; now, if it was not, as Ctrl-C does to it."""
-        last_ns, started_ns = self.last_ns, self._started
-        return self._clock() if last_ns is None or last_ns < (started_ns or 0) else last_ns
+    def _commit_seen(self) -> None:
+        """Take the step that is open, up to its last call's end; up to now, if that was not seen, as with Ctrl-C."""
+        last_ns = self.last_ns
+        if last_ns is None or last_ns < (self._started or 0):
+            self._commit(self._clock())
+        else:
+            self._commit(last_ns, self._last_cpu_ns)
 
-    def _commit(self, ended_ns: int) -> None:
+    def _commit(self, ended_ns: int, ended_cpu_ns: int | None = None) -> None:
         """Take the step that is open: the hot path."""
         started, self._started = self._started, None
         if started is None:  # a handler of a signal was faster
@@ -153,17 +168,18 @@ class Denoising:
         if component:
             if not self._turns or component != self._turns[-1][0]:
                 self._turns.append((component, len(self._scope.columns)))
+            self._calls_of_last = self._calls_in_step
             if self._calls_in_step > self.most_calls_a_step:
                 self.most_calls_a_step = self._calls_in_step
         if self._moved_ns:
             self._moves[len(self._scope.columns)] = self._moved_ns
             self._moved_ns = 0
-        self._scope.add_step(started, ended_ns, self._mark)
+        self._scope.add_step(started, ended_ns, self._mark, ended_cpu_ns)
 
     def finish(self) -> None:
         """End the last step if it is open, and put on the stage what is known of all steps."""
         if self._started is not None:
-            self._commit(self._seen_ended())
+            self._commit_seen()
         self.stage.fact("denoiser_calls", dict(self.calls))
         self.stage.fact("scheduler_steps", self.stepped)
         self.stage.fact(SCHEDULER_SECONDS, self._scheduler_ns / 1e9)
@@ -189,6 +205,8 @@ def number_of(timestep: object) -> float | None:
     if not timestep.is_cpu or is_tracing():  # type: ignore[no-untyped-call]
         return None
     try:
+        if timestep.numel() == 1:
+            return float(timestep.item())
         if timestep.numel() > _FEW:
             timestep = timestep[(0,) * timestep.dim()]
         number: Any = timestep.tolist()  # a quarter of the time that indexing takes

@@ -18,12 +18,12 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -167,11 +167,31 @@ def _has_form_of(latents: Tensor, result: object) -> bool:
     return first == second
 
 
+def _no_module() -> None:
+    """Stands for the denoiser before any was called."""
+
+
 class OwnParts:
     """What an own loop uses, in place of a pipeline."""
 
     def __init__(self, components: Mapping[str, object]) -> None:
         self.components = dict(components)
+
+
+class _Going(NamedTuple):
+    """What is decided once for all further calls of a loop's denoiser.
+
+    Attributes:
+        denoising: The denoising that they are made in.
+        form: How the denoiser takes its timestep.
+        name: What it is called in the record.
+        told: Takes the end of a call.
+    """
+
+    denoising: Denoising
+    form: _Form
+    name: str
+    told: After
 
 
 @dataclass(slots=True, eq=False)
@@ -182,12 +202,11 @@ class OwnGeneration:
         stage: Its stage.
         calling: The denoiser that is being called.
         denoiser: The one that was called last.
-        is_heard: Whether that is a part of a pipeline that was called before, whose own observer counts its calls.
         name: What that is called in the record.
         form: How the first one takes its timestep.
         reads: How the last one does.
+        going: What holds for the last one's further calls, once it was called for a second timestep.
         frame: The innermost scope of this context where the host was seen to record no step of its own.
-        told: Takes the end of a call.
         first: The first timestep's number; None: not known.
         last: The number of the last one.
         is_repeated: Whether a denoiser of unknown class was called for a second timestep.
@@ -203,13 +222,12 @@ class OwnGeneration:
 
     stage: LiveStage
     calling: object = None
-    denoiser: "weakref.ref[nn.Module] | None" = None
-    is_heard: bool = False
+    denoiser: "Callable[[], nn.Module | None]" = _no_module
     name: str = ""
     form: _Form | None = None
     reads: _Form | None = None
+    going: _Going | None = None
     frame: Frame | None = None
-    told: After | None = None
     first: float | None = None
     last: float | None = None
     is_repeated: bool = False
@@ -241,17 +259,6 @@ class OwnGeneration:
     def is_one_step(self) -> bool:
         """Whether calls for one timestep are a loop: a known denoiser's, if a part beside it worked for it, too."""
         return self.form is not None and self.form.is_known and len(self.parts) > 1
-
-    def goes_on(self, stack: StageStack, number: float | None) -> bool:
-        """Whether a call of the same denoiser is a further one, of which all is known already."""
-        denoising = stack.denoising
-        return (
-            denoising is not None
-            and self.is_repeated
-            and denoising is self.denoisings[-1]
-            and not self.starts_again(number, stack.planned_steps)
-            and (stack.planned_steps is None or denoising.stepped < stack.planned_steps)
-        )
 
     def starts_again(self, number: float | None, planned: int | None) -> bool:
         """Whether a timestep is that of another loop's beginning: the first one, after others; or one after 0, where no
@@ -379,27 +386,31 @@ class OwnLoopObserver(Observer):
         """Take a call of what may be a denoiser: the hot path."""
         stack = current_stack(self.session)
         own: OwnGeneration | None = None if stack is None else stack.loop
-        reads = None if own is None else own.reads
+        going = None if own is None else own.going
         if (
             stack is None
             or own is None
-            or reads is None
+            or going is None
+            or going.denoising is not stack.denoising
             or own.calling is not None
-            or own.denoiser is None
             or own.denoiser() is not module
             or own.frame is not CURRENT.get()
         ):
             return self._before_first(module, args, kwargs)
+        form, denoising, planned = going.form, going.denoising, stack.planned_steps
         # As `_Form.read` does, without the time of a call.
-        latents = args[0] if args else kwargs.get(reads.latents)
-        timestep = args[reads.at] if reads.at < len(args) else kwargs.get(reads.timestep)
+        latents = args[0] if args else kwargs.get(form.latents)
+        timestep = args[form.at] if form.at < len(args) else kwargs.get(form.timestep)
         number = number_of(timestep)
-        if not (own.goes_on(stack, number) and self._is_denoising(module, reads, latents, timestep, number)):
+        if (
+            (number != own.last and own.starts_again(number, planned))
+            or (planned is not None and denoising.stepped >= planned)
+            or not self._is_denoising(module, form, latents, timestep, number)
+        ):
             return self._before_first(module, args, kwargs)
         own.last, own.calling = number, module
-        if not own.is_heard:
-            own.denoisings[-1].called(own.name, (latents, timestep if number is None else number), {})
-        return own.told
+        denoising.called(going.name, number)
+        return going.told
 
     def _before_first(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:
         """Take a call of which not all is known from the one before it."""
@@ -410,7 +421,7 @@ class OwnLoopObserver(Observer):
         if stack is None or not isinstance(module, nn.Module):
             return None
         own: OwnGeneration | None = stack.loop
-        is_same = own is not None and own.denoiser is not None and own.denoiser() is module
+        is_same = own is not None and own.denoiser() is module
         if own is not None and own.reads is not None and is_same and own.calling is None:
             form = own.reads
         else:
@@ -428,13 +439,7 @@ class OwnLoopObserver(Observer):
                 return None
             if own is not None:
                 own.frame = frame
-        is_heard = own.is_heard if own is not None and is_same else self._is_heard(module)
-        if is_heard and current_stack(session) not in (
-            None,
-            stack,
-        ):  # a pipeline calls it, from another context
-            return None
-        return self._denoise(stack, own, module, form, latents, timestep, number, is_heard=is_heard)
+        return self._denoise(stack, own, module, form, latents, number)
 
     def _is_denoising(
         self, module: Any, form: _Form, latents: object, timestep: object, number: float | None
@@ -479,10 +484,7 @@ class OwnLoopObserver(Observer):
         module: nn.Module,
         form: _Form,
         latents: object,
-        timestep: object,
         number: float | None,
-        *,
-        is_heard: bool,
     ) -> After:
         if own is not None and (
             own.starts_again(number, stack.planned_steps) or _is_complete(stack)
@@ -502,21 +504,20 @@ class OwnLoopObserver(Observer):
             own.latents = tuple(latents.shape) if isinstance(latents, Tensor) else ()
         own.is_repeated = own.is_repeated or (not is_first and (number is None or number != own.first))
         own.last, own.calling = number, module
-        if own.denoiser is None or own.denoiser() is not module:
-            own.denoiser, own.is_heard, own.reads = weakref.ref(module), is_heard, form
-            own.told = partial(self._after, stack, own)
+        if own.denoiser() is not module:
+            own.denoiser, own.reads = weakref.ref(module), form
             own.name = own.uses(
                 "unet" if "UNet" in type(unwrap(module) or module).__name__ else "denoiser", module
             )
         denoising = start_denoising(stack)
         if denoising not in own.denoisings:
             own.denoisings.append(denoising)
-        if not is_heard:
-            denoising.called(own.name, (latents, timestep if number is None else number), {})
-
+        denoising.called(own.name, number)
         if is_first and not form.is_known:
             return partial(self._after_first, stack, own, module, latents)
-        return own.told or partial(self._after, stack, own)
+        told = partial(self._after, stack, own)
+        own.going = _Going(denoising, form, own.name, told) if own.is_repeated else None
+        return told
 
     def _after_first(
         self,
@@ -542,7 +543,7 @@ class OwnLoopObserver(Observer):
         if error is not None:
             self._end(stack, error, is_now=True)
         elif stack.planned_steps is None and stack.denoising is not None:
-            stack.denoising.last_ns = own.last_ns
+            stack.denoising.returned(own.last_ns)
 
     def _before_helper(self, helper: object, args: Arguments, kwargs: Keywords) -> None:
         stack = self._stack()
@@ -579,9 +580,6 @@ class OwnLoopObserver(Observer):
         stack = self._stack()
         if stack is None or stack.is_in(ENCODING_STAGE):
             return None
-        is_heard = self._is_heard(encoder)
-        if is_heard and current_stack(self.session) not in (None, stack):
-            return None
         own: OwnGeneration | None = stack.loop
         if own is not None and own.has_denoised:
             if not _is_complete(stack):  # a new prompt within a loop
@@ -589,7 +587,7 @@ class OwnLoopObserver(Observer):
             self._end(stack)
             own = None
         (own or self._begin(stack)).uses(_ENCODER_NAME, encoder)
-        if is_heard:
+        if self._is_heard(encoder):
             return None
         texts = self.session.observer(TextEncodingObserver)
         return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME)

@@ -27,7 +27,7 @@ from sigmascope.integrations.diffusers.arguments import (
     shape_and_dtype,
     states_of,
 )
-from sigmascope.integrations.diffusers.denoising import Denoising
+from sigmascope.integrations.diffusers.denoising import Denoising, timestep_in
 from sigmascope.integrations.diffusers.idle_loras import SeenInCall, begin_idle_lora_findings
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
 from sigmascope.integrations.diffusers.recipe import (
@@ -359,13 +359,13 @@ class DenoiserObserver(Observer):
                 self.hook_calls(part, self._before_helper)
 
     def _before(
-        self, name: str, has_scheduler: bool, _: object, args: Arguments, kwargs: Keywords
+        self, name: str, has_scheduler: bool, denoiser: object, args: Arguments, kwargs: Keywords
     ) -> After | None:
         stack = current_stack(self.session) or self.session.stack_here()
-        if stack is None:
-            return None
+        if stack is None or (stack.loop is not None and stack.loop.calling is denoiser):
+            return None  # nothing of this session is called here, or an own loop, whose observer counts it
         denoising = start_denoising(stack)
-        denoising.called(name, args, kwargs)
+        denoising.called(name, timestep_in(args, kwargs))
         return None if has_scheduler else lambda _result, _error: denoising.returned()
 
     def _before_helper(self, *_: object) -> None:

@@ -493,3 +493,47 @@ def test_a_schedule_that_jumps_back_is_one_generation(parts: Any) -> None:
     assert [[name.split()[0] for name in stages] for stages in generations] == [
         ["model_sampling", "denoising"]
     ]
+
+
+class Spending(Plain):
+    """Needs ten milliseconds of the processor a call, on a clock of the test's."""
+
+    spent_ns = 0
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        self.spent_ns += 10_000_000
+        return super().forward(x, t)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_what_the_host_computes_between_steps_is_in_no_steps_processor_time(
+    monkeypatch: pytest.MonkeyPatch, calls: int, is_named: bool
+) -> None:
+    model = Spending()
+    for module in ("sigmascope.monitor.scope", "sigmascope.integrations.diffusers.denoising"):
+        monkeypatch.setattr(f"{module}.process_time_ns", lambda: model.spent_ns)
+    with sigmascope.watch(*([model] if is_named else [])) as run, torch.no_grad():
+        for step in (4, 3, 2, 1):
+            for _ in range(calls):
+                model(torch.ones(1, 3, 8, 8), torch.tensor([step]))
+            model.spent_ns += 1_000_000_000  # a preview
+    assert run.stage("denoising").steps.cpu_seconds == pytest.approx([0.01 * calls] * 4)
+
+
+def test_a_named_denoiser_has_one_name_in_the_record() -> None:
+    model = Plain()
+    with sigmascope.watch(model) as run:
+        ddpm(model)
+    (generation,) = run.stages
+    assert list(generation.facts["pipeline"]["components"]) == ["denoiser"]
+    assert run.stage("denoising").facts["denoiser_calls"] == {"denoiser": 4}
+
+
+def test_a_named_unet_has_the_name_that_pipelines_give_it(parts: Any) -> None:
+    with sigmascope.watch(parts.unet, parts.vae) as run:
+        by_hand(parts, 2)
+    (generation,) = run.stages
+    denoising = run.stage("denoising")
+    assert denoising.facts["component"] == "unet"
+    assert denoising.facts["component"] in generation.facts["pipeline"]["components"]
