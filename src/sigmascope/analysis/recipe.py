@@ -19,6 +19,7 @@ from sigmascope.records.performance import (
     COMPILED_GRAPHS,
     DISK_READ,
     PAGE_FAULTS,
+    clock_of,
     others_of,
 )
 from sigmascope.records.run import (
@@ -54,6 +55,8 @@ _NOTABLE_CHANGE_OF_OTHERS_SHARE: Final = 0.1
 _NOTABLE_CHANGE_OF_FAULTS: Final = 100.0
 _NOTABLE_CHANGE_OF_READ_BYTES: Final = 16.0 * units.MIB
 _NOTABLE_CHANGE_OF_COLLECTIONS: Final = 5.0
+_NOTABLE_RATIO_OF_CLOCKS: Final = 1.1
+CLOCK: Final = "processor clock"
 FAULTS: Final = "page faults from disk"
 READ: Final = "read from disk"
 COLLECTED: Final = "full garbage collections"
@@ -89,6 +92,9 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
     before, now = used_by_others(baseline), used_by_others(new)
     if before is not None and now is not None and abs(now - before) > _NOTABLE_CHANGE_OF_OTHERS_SHARE:
         differences[OTHERS_USED] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
+    clocks = [_median_clock(runs) for runs in (baseline, new)]
+    if all(clock > 0 for clock in clocks) and max(clocks) / min(clocks) > _NOTABLE_RATIO_OF_CLOCKS:
+        differences[CLOCK] = (f"{clocks[0]:.1f} GHz", f"{clocks[1]:.1f} GHz")
     faults = [_median_fact(runs, PAGE_FAULTS) for runs in (baseline, new)]
     if _are_apart(faults, _NOTABLE_CHANGE_OF_FAULTS):
         differences[FAULTS] = (f"{faults[0]:,.0f}", f"{faults[1]:,.0f}")
@@ -170,6 +176,12 @@ def _median_fact(runs: Sequence[Run], name: str) -> float:
     values = [run.facts.get(name) for run in runs]
     known = [value for value in values if isinstance(value, int | float)]
     return float(median(known)) if len(known) == len(values) else nan
+
+
+def _median_clock(runs: Sequence[Run]) -> float:
+    """The median of the processors' clocks in the runs, in gigahertz; NaN where a run lacks it."""
+    known = [clock for run in runs if (clock := clock_of(run)) is not None]
+    return float(median(known)) if len(known) == len(runs) else nan
 
 
 def _are_apart(sides: Sequence[float], notable: float) -> bool:

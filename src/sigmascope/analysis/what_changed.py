@@ -14,6 +14,7 @@ from typing import Any, Final
 from sigmascope import units
 from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
 from sigmascope.analysis.recipe import (
+    CLOCK,
     COLLECTED,
     COMPILED,
     DETERMINISTIC,
@@ -78,7 +79,7 @@ _LONGEST_VALUE_IN_SENTENCE: Final = 60
 
 _MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
 """The stage that made a tensor, if it is not the stage that holds it."""
-_LOAD: Final = (OTHERS_USED, FAULTS, READ, COLLECTED)
+_LOAD: Final = (OTHERS_USED, CLOCK, FAULTS, READ, COLLECTED)
 """Entries that may change times, but no output."""
 _MOST_UNREAD: Final = 4
 _BEYOND: Final = "what your own code does between the pipeline's stages is not looked at"
@@ -145,9 +146,13 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         ),
     ]
     text = " ".join(filter(None, sentences))
-    # Load from other programs is not a change of the run: only a time that it may explain has it.
+    # Load from other programs, or the processor's clock, is no change of the run: only a time that it may explain has it.
     is_timed = time is not None and is_comparable
-    changes = [_in_words(name, sides) for name, sides in recipe.items() if name != OTHERS_USED or is_timed]
+    changes = [
+        _in_words(name, sides)
+        for name, sides in recipe.items()
+        if name not in (OTHERS_USED, CLOCK) or is_timed
+    ]
     callback = recipe.get("callback", ("", ""))[1]
     is_mentioned = any(change in text for change in changes) or (callback != "" and callback in text)
     if changes and not is_mentioned:
@@ -241,6 +246,7 @@ def _time_sentence(
     if total.is_noise:
         return None
     now, before = median(run.seconds for run in new), median(run.seconds for run in baseline)
+    recipe = _without_contrary_clock(recipe, is_slower=now > before)
     how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
     change = f"{how} ({units.seconds(before)} → {units.seconds(now)})"
     least, most = sorted(_predicted_ratios(rows, recipe))
@@ -259,6 +265,18 @@ def _time_sentence(
     is_open = not why and not _says_enough(row)
     return (
         f"{change}: {'; '.join([difference, *(['nothing in the recipe explains it'] if is_open else why)])}."
+    )
+
+
+def _without_contrary_clock(recipe: Differences, *, is_slower: bool) -> Differences:
+    """The differences without a clock that would have had the opposite effect."""
+    if CLOCK not in recipe:
+        return recipe
+    before, now = (float(side.split()[0]) for side in recipe[CLOCK])
+    return (
+        recipe
+        if (now < before) == is_slower
+        else {name: sides for name, sides in recipe.items() if name != CLOCK}
     )
 
 
@@ -349,7 +367,8 @@ def _why(row: TimeShare, recipe: Differences) -> list[str]:
         if name not in _AMOUNTS_OF_WORK and not _NO_EFFECT_ON_TIME.fullmatch(name)
     }
     load = [name for name in (FAULTS, READ, COLLECTED) if name in costly and COMPILED not in costly]
-    causes = dict.fromkeys([*_causes([row.stage], costly)[:2], *load])
+    clock = [name for name in (CLOCK,) if name in costly]
+    causes = dict.fromkeys([*_causes([row.stage], costly)[:2], *clock, *load])
     told = " and ".join(_in_words(name, recipe[name]) for name in causes)
     return [f"{told} may explain it"] if told else []
 

@@ -1,7 +1,7 @@
 """What the sampler's thread sees while scopes are open: how busy accelerators are, and memory over time.
 
 One slow thread, `SAMPLER`, looks between the steps for all recorders of a process. `SampledFacts` makes what it
-saw of a scope the facts of its stage. Of each figure sums are kept, which never grow, and a curve of bounded
+saw of a scope the facts of its stage; the processors' clocks are among them. Of each figure sums are kept, which never grow, and a curve of bounded
 length (`Series`).
 """
 
@@ -18,10 +18,12 @@ from sigmascope.monitor.guard import Guard, as_json, log_quietly
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory
 from sigmascope.probes import Accelerator, AllocatorBytes, Reading
 from sigmascope.probes.nvml import GPU_ACTIVITY, MAX_HZ, SHORTEST_PERIOD_SECONDS, ActivityReading, GpuActivity
+from sigmascope.probes.processor_clock import ProcessorClock, processor_clock
 from sigmascope.probes.reading import describe
 from sigmascope.records.performance import (
     MEMORY_OVER_TIME,
     PROCESS,
+    PROCESSOR_CLOCK,
     SYSTEM,
     UTILIZATION,
     DeviceUtilization,
@@ -45,6 +47,9 @@ MAX_SAMPLE_HZ = 10.0
 NO_READING: Final = (
     f"no reading fell into the stage; memory is read {MAX_SAMPLE_HZ:.0f} times a second at most"
 )
+
+_BETWEEN_CLOCKS_NS: Final = 2_000_000_000
+"""There may be a hundred processors, each with a file."""
 
 LONGEST_SERIES: Final = 256
 
@@ -143,17 +148,18 @@ def highest_of(entries: Sequence[tuple[int, int]]) -> tuple[int, int]:
 class ScopeSamples:
     """What is gathered of one scope."""
 
-    __slots__ = ("curves", "devices", "has_curves", "started_ns")
+    __slots__ = ("celsius", "curves", "devices", "gigahertz", "has_curves", "started_ns")
 
     def __init__(self, started_ns: int, *, has_curves: bool) -> None:
         self.started_ns = started_ns
         self.has_curves = has_curves
         self.devices: dict[str, DeviceTrack] = {}
         self.curves: dict[str, Series[int]] = {}
+        self.gigahertz, self.celsius = FigureOverTime(), FigureOverTime()
 
 
 class SampledFacts:
-    """Of one recorder: how busy accelerators are in each scope, and memory over time in the outermost.
+    """Of one recorder: how busy accelerators are in each scope; in the outermost, memory over time and the processors' clocks.
 
     Attributes:
         reason: Why it is not known how busy accelerators are; None: it is.
@@ -166,6 +172,7 @@ class SampledFacts:
         *,
         is_sampled: bool,
         read: Callable[[list[str]], Reading[ActivityReading]] = GPU_ACTIVITY.read,
+        read_clock: Callable[[], Reading[ProcessorClock]] = processor_clock,
     ) -> None:
         self._accelerator = accelerator
         self._guard = guard
@@ -173,6 +180,9 @@ class SampledFacts:
         self._read = read
         self._open: list[ScopeSamples] = []
         self._last_reading = 0
+        self._read_clock = read_clock
+        self._clock_read_ns = 0
+        self._no_clock: str | None = None
         self.reason = accelerator.absence or accelerator.no_utilization
         if self.reason is None and not is_sampled:
             self.reason = NOT_SAMPLED
@@ -194,6 +204,26 @@ class SampledFacts:
         """Take what was read just now, and read how busy the accelerators are."""
         self._guard.call(MEMORY_OVER_TIME, lambda: self._add_memory(at_ns, memory, devices))
         self._guard.call(UTILIZATION, lambda: self._add_utilization(at_ns))
+        self._guard.call(PROCESSOR_CLOCK, lambda: self._add_clock(at_ns))
+
+    def _add_clock(self, at_ns: int) -> None:
+        """Give outermost scopes the processors' clocks of now: a new one at once, all of them now and then."""
+        outermost = [samples for samples in self._open if samples.has_curves and at_ns >= samples.started_ns]
+        is_due = at_ns - self._clock_read_ns >= _BETWEEN_CLOCKS_NS
+        if self._no_clock is not None or not outermost:
+            return
+        if not (is_due or any(samples.gigahertz.count == 0 for samples in outermost)):
+            return
+        self._clock_read_ns = at_ns
+        reading = self._read_clock()
+        clock = reading.value
+        if clock is None:
+            self._no_clock = reading.reason or "unknown"
+            return
+        with peaks.LOCK:
+            for samples in outermost:
+                samples.gigahertz.add(at_ns, clock.gigahertz)
+                samples.celsius.add(at_ns, clock.celsius)
 
     def _add_memory(self, at_ns: int, memory: HostMemory, devices: Mapping[str, AllocatorBytes]) -> None:
         """Append to the curves of open scopes; a failed reading, or one from before a scope, is none of it."""
@@ -245,10 +275,12 @@ class SampledFacts:
             with peaks.LOCK:
                 utilization = self._guard.call(UTILIZATION, lambda: _utilization(samples, started_ns))
                 curves = self._guard.call(MEMORY_OVER_TIME, lambda: _curves(samples, started_ns))
-            facts = {UTILIZATION: utilization, MEMORY_OVER_TIME: curves}
+                clock = _clock(samples)
+            facts = {UTILIZATION: utilization, MEMORY_OVER_TIME: curves, PROCESSOR_CLOCK: clock}
         reasons = {UTILIZATION: self.reason or TOO_SHORT}
         if is_outermost:
             reasons[MEMORY_OVER_TIME] = NO_READING if self._is_sampled else NOT_SAMPLED
+            reasons[PROCESSOR_CLOCK] = self._no_clock or reasons[MEMORY_OVER_TIME]
         missing = {
             name: self._guard.reasons.get(name) or reason
             for name, reason in reasons.items()
@@ -262,6 +294,12 @@ def _utilization(samples: ScopeSamples, start_ns: int) -> dict[str, Any]:
     return {
         device: as_json(track.freeze(device, start_ns)) for device, track in sorted(samples.devices.items())
     }
+
+
+def _clock(samples: ScopeSamples) -> dict[str, float | None]:
+    """The means of the processors' clocks and warmth; empty without any look."""
+    gigahertz = samples.gigahertz.mean()
+    return {} if gigahertz is None else {"gigahertz": gigahertz, "celsius": samples.celsius.mean()}
 
 
 def _curves(samples: ScopeSamples, start_ns: int) -> dict[str, Any]:

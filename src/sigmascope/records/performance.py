@@ -16,6 +16,7 @@ fact of the run.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any, Final, NotRequired, TypedDict
 
 from sigmascope.records.run import CallFacts, Run, Stage, is_duration
@@ -36,6 +37,10 @@ COMPILED_GRAPHS: Final = "compiled_graphs"
 
 PROCESSOR: Final = "processor"
 """The fact of a stage, and of a run, that holds its `ProcessorUse`."""
+
+
+PROCESSOR_CLOCK: Final = "processor_clock"
+"""The fact of an outermost stage that holds the mean clock of its processors, and how warm they were."""
 
 
 PROFILES: Final = "profiles"
@@ -359,6 +364,14 @@ def others_of(facts: Mapping[str, Any]) -> float | None:
     noted = facts.get(BENCHMARK)
     share = noted.get(OTHERS) if isinstance(noted, Mapping) else facts.get(OTHERS)
     return float(share) if isinstance(share, int | float) else None
+
+
+def clock_of(run: Run) -> float | None:
+    """The gigahertz that the processors' clocks ran at in a run: the median of its outermost stages; None: not known."""
+    noted = [stage.facts.get(PROCESSOR_CLOCK) for stage in run.stages]
+    told = [clock.get("gigahertz") for clock in noted if isinstance(clock, Mapping)]
+    known = [float(value) for value in told if is_duration(value) and value > 0]
+    return median(known) if known else None
 
 
 def work_of(facts: Mapping[str, Any]) -> str:
