@@ -25,7 +25,7 @@ from sigmascope.analysis.run_figures import (
 from sigmascope.records.latents import NEEDS_TILES
 from sigmascope.records.merge import place_of
 from sigmascope.records.performance import DeviceUtilization, utilization_of
-from sigmascope.records.run import Run, Stage, stage_seconds
+from sigmascope.records.run import STEPS_UNCLEAR, Run, Stage, stage_seconds
 
 _GENERATION: Final = "generation"
 _LEAST_VAE_SHARE: Final = 0.3
@@ -234,6 +234,21 @@ def steps_slow_down(case: Case) -> Iterator[Seen]:
             "for lists that grow in callbacks, or memory near its limit.",
             stage=stage.name,
         )
+
+
+@rule("time.steps_unclear", "info", about="steps")
+def steps_unclear(case: Case) -> Iterator[Seen]:
+    """Steps of an own loop may be those of several loops that went on in turn, which cannot be told from outside."""
+    for stage in case.named("denoising"):
+        why = stage.facts.get(STEPS_UNCLEAR)
+        if isinstance(why, str):
+            yield Seen(
+                message=f"These {len(stage.steps)} steps may be of one loop or of several that went on in turn, which cannot be told: {why}.",
+                evidence={"steps": len(stage.steps)},
+                advice="If it is one loop, all is well. For loops of several models, give each a watch of its own: "
+                "with sigmascope.watch(first) as one, sigmascope.watch(second) as other: ...",
+                stage=stage.name,
+            )
 
 
 @rule("time.callback_takes_long", "info", "warning", about="time")

@@ -370,7 +370,7 @@ def clock_of(run: Run) -> float | None:
     """The gigahertz that the processors' clocks ran at in a run: the median of its outermost stages; None: not known."""
     noted = [stage.facts.get(PROCESSOR_CLOCK) for stage in run.stages]
     told = [clock.get("gigahertz") for clock in noted if isinstance(clock, Mapping)]
-    known = [float(value) for value in told if is_duration(value) and value > 0]
+    known = [value for value in told if isinstance(value, int | float) and is_duration(value) and value > 0]
     return median(known) if known else None
 
 

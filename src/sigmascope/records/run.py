@@ -31,6 +31,8 @@ STAGES = (
 Severity = Literal["info", "warning", "error", "critical"]
 DEVICE_SECONDS: Final = "device_seconds"
 """The fact of a stage that holds what it took on the accelerator."""
+STEPS_UNCLEAR: Final = "steps_unclear"
+"""The fact of a denoising that holds what makes it unclear which loop its steps belong to, in words."""
 IDLE_LORAS: Final = "idle_loras"
 """The fact of a generation whose LoRAs all do nothing: findings that say why."""
 RECIPE: Final = "recipe"

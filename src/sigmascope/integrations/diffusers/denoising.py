@@ -57,6 +57,7 @@ class Denoising:
         self._last_cpu_ns: int | None = None
         self._timestep: float | None = None
         self._turns: list[tuple[str, int]] = []
+        self._calls_of_first = 0
         self._moved_ns = 0
         self._moves: dict[int, int] = {}
         self._scheduler_began: int | None = None
@@ -169,12 +170,18 @@ class Denoising:
             if not self._turns or component != self._turns[-1][0]:
                 self._turns.append((component, len(self._scope.columns)))
             self._calls_of_last = self._calls_in_step
+            self._calls_of_first += self._calls_in_step
             if self._calls_in_step > self.most_calls_a_step:
                 self.most_calls_a_step = self._calls_in_step
         if self._moved_ns:
             self._moves[len(self._scope.columns)] = self._moved_ns
             self._moved_ns = 0
         self._scope.add_step(started, ended_ns, self._mark, ended_cpu_ns)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several denoisers worked in one step, or one again after another, in the steps that are over."""
+        return len(self._turns) > 2 or self._calls_of_first < self.calls.total()
 
     def finish(self) -> None:
         """End the last step if it is open, and put on the stage what is known of all steps."""

@@ -63,7 +63,7 @@ from sigmascope.monitor.hooks import After, Arguments, ByIdentity, Keywords
 from sigmascope.monitor.recorder import CURRENT, Frame, LiveStage, frames_here
 from sigmascope.monitor.scope import Scope
 from sigmascope.probes.models import pipeline_facts, unwrap
-from sigmascope.records.run import CallFacts
+from sigmascope.records.run import STEPS_UNCLEAR, CallFacts
 from sigmascope.threads import own_thread, start_thread
 
 _log = logging.getLogger(__name__)
@@ -209,6 +209,8 @@ class OwnGeneration:
         frame: The innermost scope of this context where the host was seen to record no step of its own.
         first: The first timestep's number; None: not known.
         last: The number of the last one.
+        rises: Whether timesteps rise from the first to the second; None: there is no second yet.
+        turns: How often they turned from falling to rising, or from rising to falling.
         is_repeated: Whether a denoiser of unknown class was called for a second timestep.
         latents: The shape of the denoiser's latents.
         last_ns: When a call in it was last seen to end, on the recorder's clock.
@@ -230,6 +232,8 @@ class OwnGeneration:
     frame: Frame | None = None
     first: float | None = None
     last: float | None = None
+    rises: bool | None = None
+    turns: int = 0
     is_repeated: bool = False
     latents: tuple[int, ...] = ()
     last_ns: int | None = None
@@ -259,6 +263,15 @@ class OwnGeneration:
     def is_one_step(self) -> bool:
         """Whether calls for one timestep are a loop: a known denoiser's, if a part beside it worked for it, too."""
         return self.form is not None and self.form.is_known and len(self.parts) > 1
+
+    def goes_to(self, number: float | None) -> None:
+        """Note the timestep of a call that is made now."""
+        last, self.last = self.last, number
+        if number is not None and last is not None and number != last:
+            rises = number > last
+            if self.rises is not None and rises != self.rises:
+                self.turns += 1
+            self.rises = rises
 
     def starts_again(self, number: float | None, planned: int | None) -> bool:
         """Whether a timestep is that of another loop's beginning: the first one, after others; or one after 0, where no
@@ -408,7 +421,9 @@ class OwnLoopObserver(Observer):
             or not self._is_denoising(module, form, latents, timestep, number)
         ):
             return self._before_first(module, args, kwargs)
-        own.last, own.calling = number, module
+        own.calling = module
+        if number != own.last:
+            own.goes_to(number)
         denoising.called(going.name, number)
         return going.told
 
@@ -503,7 +518,8 @@ class OwnLoopObserver(Observer):
             stack.loop_steps = None if own.has_image else stack.planned_steps
             own.latents = tuple(latents.shape) if isinstance(latents, Tensor) else ()
         own.is_repeated = own.is_repeated or (not is_first and (number is None or number != own.first))
-        own.last, own.calling = number, module
+        own.calling = module
+        own.goes_to(number)
         if own.denoiser() is not module:
             own.denoiser, own.reads = weakref.ref(module), form
             own.name = own.uses(
@@ -704,6 +720,10 @@ class OwnLoopObserver(Observer):
         parts = {name: part for name, held in own.parts.items() if (part := held()) is not None}
         facts = read("watch.own_loops", lambda: pipeline_facts(parts))
         stage.fact("call", _call_of(stack, own))
+        unclear = _why_unclear(own)
+        if unclear is not None:
+            for denoising in own.denoisings:
+                denoising.stage.fact(STEPS_UNCLEAR, unclear)
         if facts is not None:
             stage.fact("pipeline", replace(facts, class_name=OWN_LOOP))
         calls = self.session.observer(CallObserver)
@@ -769,6 +789,18 @@ def _subclasses(kind: type) -> Iterator[type]:
     for subclass in subclasses:
         yield subclass
         yield from _subclasses(subclass)
+
+
+def _why_unclear(own: OwnGeneration) -> str | None:
+    """Why the steps may be those of several loops that went on in turn; None: they are those of one.
+
+    A scheduler may let timesteps go back by itself.
+    """
+    if any(denoising.takes_turns for denoising in own.denoisings):
+        names = dict.fromkeys(name for denoising in own.denoisings for name in denoising.calls)
+        return f"{' and '.join(names)} were called in turn"
+    has_scheduler = any(denoising.stepped for denoising in own.denoisings)
+    return "timesteps went back and forth" if own.turns and not has_scheduler else None
 
 
 def _is_complete(stack: StageStack) -> bool:

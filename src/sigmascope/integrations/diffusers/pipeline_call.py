@@ -359,11 +359,11 @@ class DenoiserObserver(Observer):
                 self.hook_calls(part, self._before_helper)
 
     def _before(
-        self, name: str, has_scheduler: bool, denoiser: object, args: Arguments, kwargs: Keywords
+        self, name: str, has_scheduler: bool, _: object, args: Arguments, kwargs: Keywords
     ) -> After | None:
         stack = current_stack(self.session) or self.session.stack_here()
-        if stack is None or (stack.loop is not None and stack.loop.calling is denoiser):
-            return None  # nothing of this session is called here, or an own loop, whose observer counts it
+        if stack is None or (stack.loop is not None and stack.loop.calling is not None):
+            return None  # nothing of this session is called here, or an own loop's denoiser: its observer counts it
         denoising = start_denoising(stack)
         denoising.called(name, timestep_in(args, kwargs))
         return None if has_scheduler else lambda _result, _error: denoising.returned()

@@ -537,3 +537,99 @@ def test_a_named_unet_has_the_name_that_pipelines_give_it(parts: Any) -> None:
     denoising = run.stage("denoising")
     assert denoising.facts["component"] == "unet"
     assert denoising.facts["component"] in generation.facts["pipeline"]["components"]
+
+
+def in_turn(first: nn.Module, second: nn.Module, steps: int = 4, *, apart: int = 0) -> None:
+    """Two loops whose steps alternate; the second's timesteps are so much higher."""
+    x = torch.ones(1, 3, 8, 8)
+    with torch.no_grad():
+        for step in range(steps, 0, -1):
+            first(x, torch.tensor([10 * step]))
+            second(x, torch.tensor([10 * step + apart]))
+
+
+def unclear(run: Any) -> list[str]:
+    return [
+        str(stage.facts["steps_unclear"]) for stage in run.record().walk() if "steps_unclear" in stage.facts
+    ]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("apart", [0, 5])
+def test_loops_that_alternate_are_said_to_be_unclear(is_named: bool, apart: int) -> None:
+    first, second = Plain(), Plain()
+    with sigmascope.watch(*([first, second] if is_named else [])) as run:
+        in_turn(first, second, apart=apart)
+    assert unclear(run) == ["denoiser and denoiser_2 were called in turn"]
+    assert run.stage("denoising").facts["denoiser_calls"] == {"denoiser": 4, "denoiser_2": 4}
+    (told,) = (finding for finding in run.record().findings if finding.id == "time.steps_unclear")
+    assert "which cannot be told: denoiser and denoiser_2 were called in turn" in told.message
+
+
+def test_two_loops_on_one_model_are_said_to_be_unclear() -> None:
+    model = Plain()
+    with sigmascope.watch(model) as run, torch.no_grad():
+        for step in (40, 30, 40, 30, 20, 10, 20, 10):
+            model(torch.ones(1, 3, 8, 8), torch.tensor([step]))
+    assert unclear(run) == ["timesteps went back and forth"]
+
+
+@pytest.mark.parametrize("apart", [0, 5])
+def test_loops_that_alternate_have_their_own_steps_in_watches_of_their_own(apart: int) -> None:
+    first, second = Plain(), Plain()
+    with sigmascope.watch(first) as one, sigmascope.watch(second) as other:
+        in_turn(first, second, apart=apart)
+    for run in (one, other):
+        denoising = run.stage("denoising")
+        assert (len(denoising.steps), denoising.facts["denoiser_calls"]) == (4, {"denoiser": 4})
+        assert unclear(run) == []
+
+
+def test_a_base_and_its_refiner_are_one_loop_of_two() -> None:
+    base, refiner = Plain(), Plain()
+    with sigmascope.watch() as run, torch.no_grad():
+        for model, step in ((base, 40), (base, 30), (refiner, 20), (refiner, 10)):
+            model(torch.ones(1, 3, 8, 8), torch.tensor([step]))
+    denoising = run.stage("denoising")
+    assert len(denoising.steps) == 4
+    assert denoising.facts["component_turns"] == [["denoiser", 0], ["denoiser_2", 2]]
+    assert unclear(run) == []
+
+
+@pytest.mark.parametrize("make", [ddpm, euler, heun])
+def test_solvers_are_one_loop(make: Callable[[nn.Module], Tensor]) -> None:
+    with sigmascope.watch() as run:
+        make(Plain())
+    assert unclear(run) == []
+
+
+def test_windows_of_one_picture_are_calls_of_one_step() -> None:
+    model = Plain()
+    with sigmascope.watch() as run, torch.no_grad():
+        for step in (3, 2, 1):
+            for _ in range(5):
+                model(torch.ones(1, 3, 8, 8), torch.tensor([step]))
+    assert (len(run.stage("denoising").steps), unclear(run)) == (3, [])
+
+
+class Around(Plain):
+    """Denoises with another model in each of its own calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        ddpm(self.inner, 3, len(x))
+        return super().forward(x, t)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_loop_within_a_denoisers_call_is_part_of_that_call(is_named: bool) -> None:
+    inner = Plain()
+    outer = Around(inner)
+    with sigmascope.watch(*([outer, inner] if is_named else [])) as run:
+        ddpm(outer)
+    denoising = run.stage("denoising")
+    assert (len(denoising.steps), denoising.facts["denoiser_calls"]) == (4, {"denoiser": 4})
+    assert unclear(run) == []
