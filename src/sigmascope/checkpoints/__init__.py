@@ -7,7 +7,7 @@ from sigmascope.checkpoints.checkpoint import (
     file_sha256,
     tensor_fingerprint,
 )
-from sigmascope.checkpoints.reader import open_checkpoint
+from sigmascope.checkpoints.reader import open_checkpoint, shard_of
 from sigmascope.checkpoints.rounding import Rounding, Spread, numbers_of, plain_rounding
 from sigmascope.checkpoints.safetensors import (
     SafetensorsHeader,
@@ -40,5 +40,6 @@ __all__ = [
     "read_header",
     "save_safetensors",
     "save_torch",
+    "shard_of",
     "tensor_fingerprint",
 ]

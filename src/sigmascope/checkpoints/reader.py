@@ -55,7 +55,7 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 
 _MAX_NAMED: Final = 5
 _USUAL_STEMS: Final = ("model", "diffusion_pytorch_model")
-_SHARD_STEM: Final = re.compile(r"-\d{5}-of-\d{5}$")
+_SHARD_STEM: Final = re.compile(r"-(\d{5})-of-(\d{5})$")
 _PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
 """Variants to read if there is no plain file, the most precise first."""
 
@@ -275,6 +275,7 @@ def only_file(folder: Path) -> Path:
     names = [name for name in names_in(folder) if not name.startswith(".")]
     for suffixes in ((INDEX_SUFFIX,), (".safetensors",), (".gguf",), PICKLE_SUFFIXES):
         candidates = [name for name in names if name.endswith(suffixes)]
+        _refuse_shards(folder, candidates)
         if len(candidates) == 1:
             return folder / candidates[0]
         if candidates:
@@ -286,6 +287,24 @@ def only_file(folder: Path) -> Path:
         hint = f"Join it: python {folder / _ZERO_SCRIPT} {folder} joined"
         raise CheckpointError(folder, "holds the shards of a DeepSpeed (ZeRO) checkpoint.", hint=hint)
     raise CheckpointError(folder, "is a folder without weights.", hint=_subfolder_hint(folder))
+
+
+def shard_of(name: str) -> tuple[int, int] | None:
+    """The number of a shard and how many there are, by a file's name such as `model-00002-of-00005.safetensors`."""
+    match = _SHARD_STEM.search(name.rpartition(".")[0])
+    return None if match is None or int(match[2]) < 2 else (int(match[1]), int(match[2]))
+
+
+def _refuse_shards(folder: Path, candidates: Sequence[str]) -> None:
+    """Refuse shards of which no index says what they hold: of one that is left, nobody would know that others are missing."""
+    shards = [shard for shard in map(shard_of, candidates) if shard is not None]
+    if shards and len(shards) == len(candidates):
+        there, total = len({number for number, _ in shards}), shards[0][1]
+        raise CheckpointError(
+            folder,
+            f"has {there} of the {total} shards of its weights, and no index that names them.",
+            hint=_incomplete_hint(folder),
+        )
 
 
 def _several_files(folder: Path, candidates: Sequence[str]) -> CheckpointError:

@@ -39,7 +39,16 @@ from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.kinds.fused import JoinedParts, PartOfFused, SwappedHalves, Weights, rows_of
 from sigmascope.lora.layer_names import renamed, to_diffusers, to_sgm
 from sigmascope.lora.linalg import at_least_float32
-from sigmascope.lora.module_names import LayerIndex, ParsedNames, flat, parse_name, parse_names, redotted
+from sigmascope.lora.module_names import (
+    LayerIndex,
+    ParsedNames,
+    flat,
+    is_of_second_denoiser,
+    layer_twice,
+    parse_name,
+    parse_names,
+    redotted,
+)
 
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
@@ -141,6 +150,13 @@ def unfused(lora: LoraFile) -> LoraFile:
     if not stored or stored.keys() & {*lora.names}:
         return lora
     return replace(_made_by(lora, recipes), stored_names={**lora.stored_names, **stored})
+
+
+def of_first_denoiser(lora: LoraFile) -> LoraFile:
+    """A LoRA of a pipeline's second denoiser alone, as one of its first: for formats whose files are of one denoiser."""
+    if not is_of_second_denoiser(lora.names):
+        return lora
+    return _made_by(lora, {name.replace("_2.", ".", 1): _Recipe((name,)) for name in lora.names})
 
 
 def _joint_projection(name: str, lora: LoraFile) -> tuple[Row, tuple[str, ...]] | None:
@@ -497,10 +513,7 @@ def _recipes(
     flat_names = [(known.get(_comparable(name), name), _Recipe((name,))) for name in names.unknown]
     for layer, recipe in (*_layers(lora, names, layout), *flat_names):
         if layer in recipes:
-            raise LoraFormatError(
-                f"{lora}: {recipes[layer].names[0]} and {recipe.names[0]} are both for {layer}.",
-                hint="The file holds one layer under two names: remove one of them.",
-            )
+            raise layer_twice(lora, recipes[layer].names[0], recipe.names[0], layer)
         recipes[layer] = recipe
     order = {name: index for index, name in enumerate(lora.names)}
     return dict(sorted(recipes.items(), key=lambda item: order[item[1].names[0]]))

@@ -22,7 +22,13 @@ from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchErr
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import ChangedKeys, changed_keys, weights_of
 from sigmascope.lora.arrival import Arrival, arrival_findings, together
-from sigmascope.lora.compatibility import energy_of, missing_in_variant
+from sigmascope.lora.compatibility import (
+    Mismatch,
+    by_reason,
+    energy_of,
+    missing_in_variant,
+    unmatched_reasons,
+)
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import HASHES, LoraFile, as_text, check_target, refuse_files, refuse_inputs
@@ -267,16 +273,15 @@ def merge_into_checkpoint(
         refuse_files(target, lora_files)
         positions = _match_tensors(base, changes, strengths)
         idle = {i: change.unmatched for i, change in enumerate(changes) if change.unmatched}
-        not_in_variant = _filled(
-            {i: missing_in_variant(opened[i], names, shapes) for i, names in idle.items()}
-        )
+        reasons = {i: unmatched_reasons(opened[i], names, shapes, base.path) for i, names in idle.items()}
+        not_in_variant = _filled({i: missing_in_variant(whys) for i, whys in reasons.items()})
         unmatched = _filled(
             {
                 i: tuple(name for name in names if name not in not_in_variant.get(i, ()))
                 for i, names in idle.items()
             }
         )
-        _require_matched(base, changes, idle, allow_unmatched=allow_unmatched or not unmatched)
+        _require_matched(base, changes, reasons, allow_unmatched=allow_unmatched or not unmatched)
         storages = _storages(base, positions)
         tensors = _write_checkpoint(
             _writer(target, base, storages, _provenance(base, lora_files, strengths, how)),
@@ -384,21 +389,22 @@ def _match_tensors(
 def _require_matched(
     base: Checkpoint,
     loras: Sequence[ChangedKeys],
-    unmatched: Mapping[int, tuple[str, ...]],
+    unmatched: Mapping[int, Mapping[str, Mismatch]],
     *,
     allow_unmatched: bool,
 ) -> None:
     """Refuse modules that have no tensor, unless that is allowed; refuse a LoRA without any match always.
 
     Raises:
-        ModelMismatchError: Names the first few.
+        ModelMismatchError: Names the first few of each reason.
     """
     matches_nothing = any(not lora.names for lora in loras)
     if not matches_nothing and (allow_unmatched or not unmatched):
         return
     parts = [
-        f"{counted(len(names), 'module')} of {loras[position].lora}: {first_few(names)}"
-        for position, names in unmatched.items()
+        f"{counted(len(whys), 'module')} of {loras[position].lora}: "
+        f"{by_reason({name: why.detail for name, why in whys.items()})}"
+        for position, whys in unmatched.items()
     ]
     other = "" if matches_nothing else ", or go on without them: --allow_unmatched"
     raise ModelMismatchError(

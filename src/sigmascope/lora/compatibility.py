@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
-from sigmascope.checkpoints import Checkpoint, open_checkpoint
+from sigmascope.checkpoints import Checkpoint, open_checkpoint, shard_of
 from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import align
@@ -40,13 +40,14 @@ from sigmascope.lora.verdict import (
 )
 from sigmascope.probes.peft import adapted_modules, base_weights
 from sigmascope.probes.reading import describe
+from sigmascope.units import counted, first_few
 
 _BIAS: Final = ".bias"
 Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
 
 _REASONS_WITHOUT_NEAREST: Final = frozenset(
-    {"text_encoder_missing", "part_missing", "layer_missing", "twice"}
+    {"text_encoder_missing", "part_missing", "base_incomplete", "layer_missing", "twice"}
 )
 _PART_TITLES: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
 _NUMBER: Final = re.compile(r"\d+")
@@ -81,7 +82,8 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
         if not isinstance(lora, LoraFile):
             path = str(lora)
         with _opened(lora) as (file, keys):
-            return _module_verdicts(file, keys, shapes_of(model), path, values)
+            base = model.path if isinstance(model, Checkpoint) else None
+            return _module_verdicts(file, keys, shapes_of(model), path, values, base)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return LoraVerdict(path, error=error_text(error), findings=(unreadable(error),))
 
@@ -91,22 +93,69 @@ def error_text(error: Exception) -> str:
     return str(error) if isinstance(error, SigmascopeError) else describe(error)
 
 
-def missing_in_variant(lora: LoraFile, names: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
+def unmatched_reasons(
+    lora: LoraFile, names: Iterable[str], shapes: Shapes, path: Path | None = None
+) -> dict[str, "Mismatch"]:
+    """Why modules match nothing in a model.
+
+    Args:
+        lora: In any format.
+        names: Of these modules.
+        shapes: Of all the model's weights, by key.
+        path: The model's file, whose name may say that it is one shard of several.
+    """
+    idle = list(names)
+    if not idle:
+        return {}
+    reasons = MismatchReasons(lora, place(lora, shapes), file_family(lora), incomplete_base(shapes, path))
+    return {name: reasons.explain(name) for name in idle}
+
+
+def by_reason(reasons: Mapping[str, str]) -> str:
+    """The first few names of each reason, and the reason once after them."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, reason in reasons.items():
+        names[reason].append(name)
+    return first_few([f"{first_few(own)} ({reason})" for reason, own in names.items()], between="; ")
+
+
+def missing_in_variant(reasons: Mapping[str, "Mismatch"]) -> tuple[str, ...]:
     """The modules that a merge, a conversion or an application leaves out with a warning (`lora_layer_missing`).
 
     They are for layers that the model's family has and this variant does not, such as the image attention of WAN 2.1's
     I2V model, which 2.2 lacks. A module that matches nothing for another reason is an error there.
 
     Args:
-        lora: In any format.
-        names: Of its modules that match nothing in the model.
-        shapes: Of all the model's weights, by key.
+        reasons: Of the modules that match nothing (`unmatched_reasons`).
     """
-    idle = list(names)
-    if not idle:
-        return ()
-    reasons = MismatchReasons(lora, place(lora, shapes), file_family(lora))
-    return tuple(name for name in idle if reasons.explain(name).reason == "layer_missing")
+    return tuple(name for name, why in reasons.items() if why.reason == "layer_missing")
+
+
+_LIST_OF_BLOCKS: Final = re.compile(r"((?:[^.]+\.)*?[^.]*blocks)\.(?:block)?(\d+)\.")
+
+
+def incomplete_base(shapes: Shapes, path: Path | None = None) -> str | None:
+    """How a model shows that weights of it are missing: it is a shard of several, or its blocks have holes in their numbers.
+
+    Args:
+        shapes: Of all its weights, by key.
+        path: Its file.
+    """
+    shard = None if path is None else shard_of(path.name)
+    if path is not None and shard is not None:
+        return f"{path.name} is one of {shard[1]} shards"
+    numbers: defaultdict[str, set[int]] = defaultdict(set)
+    for key in shapes:
+        match = _LIST_OF_BLOCKS.match(key)
+        if match is not None:
+            numbers[match[1]].add(int(match[2]))
+    for name, there in numbers.items():
+        missing = sorted({*range(max(there))} - there)
+        if missing:
+            return (
+                f"it has {name}.{max(there)}, but no {first_few([f'{name}.{number}' for number in missing])}"
+            )
+    return None
 
 
 def energy_of(lora: LoraFile, names: Iterable[str]) -> float | None:
@@ -132,10 +181,15 @@ def _opened(lora: str | PathLike[str] | LoraFile) -> Iterator[tuple[LoraFile, tu
 
 
 def _module_verdicts(
-    lora: LoraFile, keys: tuple[str, ...], shapes: Shapes, path: str | None, values: bool
+    lora: LoraFile,
+    keys: tuple[str, ...],
+    shapes: Shapes,
+    path: str | None,
+    values: bool,
+    base: Path | None,
 ) -> LoraVerdict:
     placing, family = place(lora, shapes), file_family(lora)
-    reasons = MismatchReasons(lora, placing, family)
+    reasons = MismatchReasons(lora, placing, family, incomplete_base(shapes, base))
     modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in lora.names)
     if values:
         modules = tuple(_with_values(lora, module, keys) for module in modules)
@@ -201,9 +255,13 @@ class MismatchReasons:
         lora: The LoRA.
         placing: Which weights its modules change.
         family: The model family that the file is for.
+        incomplete: How the model shows that weights of it are missing (`incomplete_base`).
     """
 
-    def __init__(self, lora: LoraFile, placing: Placement, family: FileFamily) -> None:
+    def __init__(
+        self, lora: LoraFile, placing: Placement, family: FileFamily, incomplete: str | None = None
+    ) -> None:
+        self._incomplete = incomplete
         self._lora = lora
         self._placing = placing
         self._family = family
@@ -222,6 +280,7 @@ class MismatchReasons:
         return (
             self._of_part(parsed)
             or self._of_family(parsed)
+            or self._of_incomplete()
             or self._of_block(name, parsed)
             or self._of_variant(parsed)
             or self._of_prefix(name)
@@ -274,6 +333,11 @@ class MismatchReasons:
         in_denoiser = not parsed.parts or parsed.parts[0].startswith("denoiser")
         return Mismatch("other_architecture", self._families) if in_denoiser and self._other_family else None
 
+    def _of_incomplete(self) -> Mismatch | None:
+        if self._incomplete is None:
+            return None
+        return Mismatch("base_incomplete", f"the model is incomplete: {self._incomplete}")
+
     def _of_block(self, name: str, parsed: ModuleName) -> Mismatch | None:
         path = _NUMBER.sub("#", flat(parsed.path))
         parts: tuple[Part, ...] = parsed.parts or ("denoiser", "other")
@@ -283,7 +347,7 @@ class MismatchReasons:
                 blocks = len({block_of_module(layer) for layer in layers})
                 return Mismatch(
                     "block_missing",
-                    f"the model has this layer in {blocks} blocks, but not in {block_of_module(name)}",
+                    f"the model has this layer in {counted(blocks, 'block')}, but not in {block_of_module(name)}",
                 )
         return None
 

@@ -20,9 +20,9 @@ import torch
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.adapters import Adapter, DiffChange, WeightChange, form_delta
-from sigmascope.lora.alignment import align, weights_of
+from sigmascope.lora.alignment import align, of_first_denoiser, weights_of
 from sigmascope.lora.budget import StorageCost
-from sigmascope.lora.compatibility import energy_of, missing_in_variant
+from sigmascope.lora.compatibility import by_reason, energy_of, missing_in_variant, unmatched_reasons
 from sigmascope.lora.decompose import FormedChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import (
@@ -47,7 +47,7 @@ from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.kinds.fused import PartOfFused, SwappedHalves
 from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
 from sigmascope.lora.loadable import WrittenLoads
-from sigmascope.lora.module_names import ParsedNames, parse_names
+from sigmascope.lora.module_names import ENCODER_PREFIXES, ParsedNames, layer_twice, parse_name, parse_names
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
@@ -64,7 +64,6 @@ from sigmascope.lora.verdict import variant_finding
 from sigmascope.lora.writer import LoraWriter, holds, storage_dtype
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
-from sigmascope.units import first_few
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
@@ -558,9 +557,9 @@ def _require_family(
 
 
 def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
-    named = first_few([f"{module.name} ({module.reason})" for module in left_out], between="; ")
     return LoraFormatError(
-        f"{lora}: {len(left_out)} of {len(lora.names)} names cannot be carried over: {named}.",
+        f"{lora}: {len(left_out)} of {len(lora.names)} names cannot be carried over: "
+        f"{by_reason({module.name: module.reason for module in left_out})}.",
         hint="Give the model that the LoRA is for (--model), or leave these out (--drop_unsupported).",
     )
 
@@ -601,15 +600,22 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = 
         layout = told if misfit is None else layout
     elif family is not None:
         layout = layout_as(family, lora, dict(zip(layers, shapes.values(), strict=True)), layout)
+    beside = _of_other_parts(lora, layout)
+    if beside:
+        layers += tuple(dict.fromkeys(beside.values()))
+        prefixes = {part: start for part, start in ENCODER_PREFIXES.items() if part not in layout.prefixes}
+        layout = replace(layout, prefixes={**layout.prefixes, **prefixes})
     aligned = align(lora, layers, layout, weights=weights_of(checkpoint))
-    lacking = missing_in_variant(lora, aligned.unmatched, shapes)
-    left_out, not_in_variant = (
-        tuple(
-            LeftOut(name, f"{checkpoint.path.name} has no such layer{why}")
-            for name in aligned.unmatched
-            if (name in lacking) is is_lacking
-        )
-        for is_lacking, why in ((False, ""), (True, f", other {title_of(layout.family)} models do"))
+    reasons = unmatched_reasons(lora, aligned.unmatched, shapes, checkpoint.path)
+    lacking = missing_in_variant(reasons)
+    none_such = f"{checkpoint.path.name} has no such layer"
+    left_out = tuple(
+        LeftOut(name, why.detail if why.reason == "base_incomplete" else none_such)
+        for name, why in reasons.items()
+        if name not in lacking
+    )
+    not_in_variant = tuple(
+        LeftOut(name, f"{none_such}, other {title_of(layout.family)} models do") for name in lacking
     )
     own = {name: name for name in aligned.lora.names}
     of_layers = {key.removesuffix(_WEIGHT): shape for key, shape in shapes.items() if key.endswith(_WEIGHT)}
@@ -622,6 +628,16 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = 
         of_layers,
         not_in_variant=not_in_variant,
     )
+
+
+def _of_other_parts(lora: LoraFile, layout: ModelLayout) -> dict[str, str]:
+    """The layers of modules for text encoders that the model does not have: their names need no model."""
+    without = {part for part in ENCODER_PREFIXES if part not in layout.prefixes}
+    beside = [name for name in lora.names if {*parse_name(name.removesuffix(_BIAS)).parts[:1]} & without]
+    if not beside or len(without) < len(ENCODER_PREFIXES) or "denoiser" not in layout.prefixes:
+        return {}
+    parsed = parse_names(lora.only(beside), None if layout.family == "unknown" else layout.family)
+    return {name: layer.removesuffix(_BIAS) for name, layer in parsed.layers.items()}
 
 
 def named_by_itself(
@@ -639,7 +655,10 @@ def named_by_itself(
         LoraFormatError: The names contradict each other.
         ConfigError: The format names layers by their family, which is not known.
     """
+    if format in ("kohya", "comfyui"):
+        lora = of_first_denoiser(lora)
     names = parse_names(lora, family)
+    _refuse_twice(lora, names.layers)
     layout = names.layout
     placed = ((name, *layout.split(layer)) for name, layer in names.layers.items())
     denoiser = {path: lora.shape_of(name) for name, part, path in placed if part == "denoiser"}
@@ -652,6 +671,13 @@ def named_by_itself(
     native = _native_layout(layout, prefix)
     layers = {name: _native_layer(layer, names, native) for name, layer in names.layers.items()}
     return NamedLora(lora, layers, native, left_out, names.blocks, family_doubt=doubt)
+
+
+def _refuse_twice(lora: LoraFile, layers: Mapping[str, str]) -> None:
+    taken: dict[str, str] = {}
+    for name, layer in layers.items():
+        if taken.setdefault(layer, name) != name:
+            raise layer_twice(lora, taken[layer], name, layer)
 
 
 def _native_layout(layout: ModelLayout, prefix: str | None) -> ModelLayout:

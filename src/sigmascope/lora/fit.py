@@ -34,7 +34,7 @@ from sigmascope.lora.live_layers import Layer
 from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics_collection import copied, first_tensor, frozen
-from sigmascope.lora.writer import writer_of_aligned
+from sigmascope.lora.writer import names_to_keep, writer_of_aligned
 from sigmascope.progress import Progress, no_progress
 from sigmascope.units import counted
 
@@ -474,7 +474,7 @@ def _given(value: Any) -> Any:
 def save_fitted(
     lora: str | PathLike[str], save_to: str | PathLike[str], fit: Callable[[LoraFile], FittedLora]
 ) -> FittedLora:
-    """Read a LoRA, fit it, and write it under its own names, in its own format and dtype.
+    """Read a LoRA, fit it, and write it in its own format and dtype, under its own names where a host takes them.
 
     Args:
         lora: The file.
@@ -498,7 +498,10 @@ def save_fitted(
         "sigmascope_fit": f"{fitted.steps} steps, error of the outputs {fitted.before:.4g} to "
         f"{min(fitted.before, fitted.after):.4g}",
     }
-    with writer_of_aligned(target, aligned, [fitted.lora], None, metadata, compact=True) as writer:
+    own_names = names_to_keep(aligned, [fitted.lora], None)
+    with writer_of_aligned(
+        target, aligned, [fitted.lora], None, metadata, own_names=own_names, compact=True
+    ) as writer:
         layers = aligned.loras[0]
         for name in layers.modules:
             writer.write(name, layers.modules[name])

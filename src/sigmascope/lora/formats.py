@@ -120,6 +120,7 @@ _REFUSED: Final = (
     (re.compile(r".*\.bm\.weight|.*\.glora_.+"), "a GLoRA factor of an unknown form"),
     (re.compile(r".*\.(?:lora_E|ranknum)(?:\..+)?"), "a factor that AdaLoRA prunes"),
     (re.compile(r".*\.reshape_weight"), "another size for the weight (reshape_weight)"),
+    (re.compile(r".*\.lora_(?:up|down)\.\d+\.weight"), "the factor of one part of a fused layer"),
 )
 Kind = str
 """`lora`, `lora_xs`, `embedding`, `tucker`, `loha`, `lokr`, `diff`, `set`, `up_bias`, or one of `BASE_CHANGES`."""

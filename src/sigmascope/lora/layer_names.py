@@ -143,6 +143,7 @@ _EMBEDDING_ENDINGS: Final = ("embedding", "embeddings", "embed", "emb")
 _EMBEDDINGS: Final = frozenset(
     {"embed_tokens", "embed_positions", "shared", "wte", "wpe", "relative_attention_bias"}
 )
+_PARAMETERS: Final = frozenset({"modulation", "scale_shift_table"})
 
 _WORDS: Final = re.compile(r"[^._]+")
 _NEAREST_COUNT: Final = 3
@@ -198,9 +199,15 @@ def is_layer(key: str, shape: Sequence[int]) -> bool:
         key: Such as `unet.mid_block.attentions.0.proj_in.weight`.
         shape: The tensor's.
     """
-    if not key.endswith(WEIGHT) or len(shape) not in _LAYER_DIMENSIONS or 0 in shape:
+    module = key.removesuffix(WEIGHT)
+    if not key.endswith(WEIGHT) or len(shape) not in _LAYER_DIMENSIONS or 0 in shape or is_parameter(module):
         return False
-    return len(shape) > 2 or not _is_embedding(key.removesuffix(WEIGHT).rpartition(".")[2])
+    return len(shape) > 2 or not _is_embedding(module.rpartition(".")[2])
+
+
+def is_parameter(path: str) -> bool:
+    """Whether a path is that of a block's own parameter: WAN's `modulation` (1, 6, width) is no layer of one output."""
+    return path.rpartition(".")[2] in _PARAMETERS
 
 
 def _is_embedding(module: str) -> bool:

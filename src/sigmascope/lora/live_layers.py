@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import AlignedLora, align
-from sigmascope.lora.compatibility import missing_in_variant
+from sigmascope.lora.compatibility import missing_in_variant, unmatched_reasons
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
@@ -69,9 +69,14 @@ def for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...
             complete.append(part)
     for part, other in combinations(complete, 2):
         if fitting[part] & fitting[other]:
+            whose = " and ".join(
+                f"those for {one}" if one else "those that name no part" for one in (part, other)
+            )
             raise ModelMismatchError(
-                f"{lora}: its modules for {part} and those for {other} both fit this {type(model).__name__}.",
-                hint="Apply it to the whole pipeline, which says which is which.",
+                f"{lora}: of its modules, {whose} both fit this {type(model).__name__}.",
+                hint="Apply it to the whole pipeline, which says which is which."
+                if part and other
+                else "The file holds one layer under two names: remove one of them.",
             )
     # Both text encoders name their layers alike; only the shapes differ.
     kept = [
@@ -196,7 +201,7 @@ def match_modules(model: Any, lora: LoraFile, *, any_kind: bool = False) -> Matc
         idle = [path for path in beyond if path.endswith(_BIAS) and aligned.lora.kind_of(path) == "ia3"]
         lost = [name for path in beyond if path not in idle for name in aligned.sources[path]]
         missing = [*aligned.unmatched, *lost]
-        not_in_variant = missing_in_variant(lora, missing, _shapes_of(model, layers))
+        not_in_variant = missing_in_variant(unmatched_reasons(lora, missing, _shapes_of(model, layers)))
         others = [name for name in missing if name not in not_in_variant]
         if others or len(missing) == len(lora.names):
             _require_present(model, lora, missing, layers)

@@ -206,6 +206,16 @@ def require_loadable(written: Path, *, target: Path, format: str) -> WrittenLoad
     return loads
 
 
+def is_taken(path: Path, format: str) -> bool:
+    """Whether the host that a format is for takes something of a file, or may, as far as is known.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    host = _HOST_OF_FORMAT.get(format)
+    return host is None or _why_dead(loads_of_written(path), host) is None
+
+
 def _why_dead(loads: WrittenLoads, host: str) -> str | None:
     """Why a host takes nothing of a file; None if it takes something, if that is not known, or if it has no loader."""
     reading, installed = loads.stated.hosts.get(host), loads.installed

@@ -53,6 +53,7 @@ from sigmascope.lora.resize import (
     RankPlan,
     ReductionReport,
     Resizer,
+    is_cut,
     unread_tensors,
     unused_keys,
     write_reduced,
@@ -63,6 +64,7 @@ from sigmascope.lora.writer import (
     SavePrecision,
     dtype_name,
     measured_storage,
+    names_to_keep,
     storage_dtype,
     writer_of_aligned,
 )
@@ -262,6 +264,7 @@ def merge_lora_files(
             originals,
             options.format,
             _provenance(lora_files, weights, options.method, plan) | (metrics.metadata if metrics else {}),
+            own_names=names_to_keep(changes.united, originals, options.format),
             compact=plan.budget is not None,
         )
         with new_writer() as output:
@@ -434,12 +437,12 @@ class MergedChanges:
     @property
     def layers(self) -> tuple[str, ...]:
         """Layers whose change is a matrix, and so has a rank."""
-        return tuple(name for name in self.united.names if len(self.shape(name)) > 1)
+        return tuple(name for name in self.united.names if is_cut(name, self.shape(name)))
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """Biases, norms and single numbers."""
-        return tuple(name for name in self.united.names if len(self.shape(name)) <= 1)
+        """Biases, norms, other parameters and single numbers."""
+        return tuple(name for name in self.united.names if not is_cut(name, self.shape(name)))
 
     @property
     def formed(self) -> tuple[str, ...]:

@@ -83,6 +83,10 @@ _OWN_PREFIXES: Final[dict[Part, str]] = {
     "text_encoder_4": "text_encoder_4.",
     "vae": "vae.",
 }
+ENCODER_PREFIXES: Final = {
+    part: start for part, start in _OWN_PREFIXES.items() if part.startswith("text_encoder")
+}
+"""Of text encoders' layers in the checkpoint that `parse_names` gives layers of."""
 # How names begin, and the parts that they may be of, the likeliest first.
 _FLAT_STARTS: Final[dict[str, tuple[Part, ...]]] = {
     "lora_unet_": ("denoiser",),
@@ -469,17 +473,23 @@ class LayerIndex:
             if layer is None:
                 continue
             if layer in taken:
-                raise LoraFormatError(
-                    f"{lora}: {taken[layer]} and {name} are both for {layer}.",
-                    hint="The file holds one layer under two names: remove one of them.",
-                )
+                raise layer_twice(lora, taken[layer], name, layer)
             taken[layer], matched[name] = name, layer
         return NameMatch(matched, tuple(name for name in lora.names if name not in matched))
 
     def unwrapped(self, lora: LoraFile) -> dict[str, str]:
-        """The names of modules that have a wrapper before one of the model's layers (see `unwrapped`), without it."""
+        """The names of modules that have a wrapper before one of the model's layers (see `unwrapped`), without it.
+
+        A LoRA of WAN 2.2's second denoiser alone is for the one that the model is.
+        """
         own = [name for name in lora.names if name.removesuffix(BIAS) not in self.layers]
-        return unwrapped(own, self._has_in_block)
+        peeled = unwrapped(own, self._has_in_block)
+        if is_of_second_denoiser(lora.names) and not any(part == "denoiser_2" for part, _ in self.by_name):
+            peeled |= {
+                name: _OWN_PREFIXES["denoiser"] + name.removeprefix(_OWN_PREFIXES["denoiser_2"])
+                for name in own
+            }
+        return peeled
 
     def _has_in_block(self, path: str) -> bool:
         return _NUMBERED.search(path) is not None and ("denoiser", flat(path)) in self.by_name
@@ -514,6 +524,19 @@ class LayerIndex:
                 if len(layers) == 1 and not is_swapped:
                     return next(iter(layers))
         return None
+
+
+def is_of_second_denoiser(names: Iterable[str]) -> bool:
+    """Whether all modules are for the second denoiser of a pipeline, which WAN 2.2 takes for low noise."""
+    return all(name.startswith(_OWN_PREFIXES["denoiser_2"]) for name in names)
+
+
+def layer_twice(lora: LoraFile, first: str, second: str, layer: str) -> LoraFormatError:
+    """What is raised of two modules for one layer."""
+    return LoraFormatError(
+        f"{lora}: {first} and {second} are both for {layer}.",
+        hint="The file holds one layer under two names: remove one of them.",
+    )
 
 
 def _comparable(part: Part, path: str) -> str:

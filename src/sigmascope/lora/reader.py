@@ -518,7 +518,7 @@ def read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfi
         values = _parsed(f"{path}: {PEFT_CONFIGS}", metadata[PEFT_CONFIGS])
         return _by_component(f"{path}: {PEFT_CONFIGS}", values)
     beside = path.with_name(_CONFIG_NAME)
-    if path.stem != "adapter_model" or not beside.is_file():
+    if not path.name.startswith("adapter_model.") or not beside.is_file():
         return {}
     try:
         if beside.stat().st_size > _MAX_CONFIG_BYTES:

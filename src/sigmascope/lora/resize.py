@@ -42,7 +42,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LazyDict, LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT, TUNED_FINGERPRINT
 from sigmascope.lora.kinds import NEEDS_BASE
-from sigmascope.lora.layer_names import block_of_module, block_position
+from sigmascope.lora.layer_names import block_of_module, block_position, is_parameter
 from sigmascope.lora.linalg import FULL_RANK, Spectrum, max_rank, root_sum_square
 from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.module_names import parse_name
@@ -56,6 +56,7 @@ from sigmascope.lora.writer import (
     SavePrecision,
     dtype_name,
     measured_storage,
+    names_to_keep,
     storage_dtype,
     writer_of_aligned,
 )
@@ -384,7 +385,14 @@ def resize_lora(
         }
         unchanged = LazyDict({name: name for name in carried}, layers.changes.__getitem__)
         new_writer = partial(
-            writer_of_aligned, target, aligned, [original], format, metadata, compact=plan.budget is not None
+            writer_of_aligned,
+            target,
+            aligned,
+            [original],
+            format,
+            metadata,
+            own_names=names_to_keep(aligned, [original], format),
+            compact=plan.budget is not None,
         )
         with new_writer() as output:
             resizer = Resizer(
@@ -417,7 +425,12 @@ def resize_lora(
 
 def _has_rank(lora: LoraFile, name: str) -> bool:
     """Whether a change that is more than up and down can be formed without the base, and cut."""
-    return lora.kind_of(name) not in NEEDS_BASE and len(lora.shape_of(name)) > 1
+    return lora.kind_of(name) not in NEEDS_BASE and is_cut(name, lora.shape_of(name))
+
+
+def is_cut(layer: str, shape: Sequence[int]) -> bool:
+    """Whether a change of that shape is a matrix with a rank, and not a bias's, a norm's or another parameter's."""
+    return len(shape) > 1 and not is_parameter(layer)
 
 
 def _load(

@@ -27,6 +27,7 @@ Reason = Literal[
     "text_encoder_missing",
     "part_missing",
     "prefix",
+    "base_incomplete",
     "block_missing",
     "layer_missing",
     "twice",
@@ -109,6 +110,13 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Rename the keys without the prefix, or tell the loader the prefix if it takes one.",
         "has an unknown prefix before a name that the model has",
         "have an unknown prefix before a name that the model has",
+    ),
+    "lora_base_incomplete": VerdictRow(
+        "error",
+        _OF_MODULES,
+        "Download the model again, all of it. One that was pruned on purpose takes only LoRAs that were made for it.",
+        "is for a layer that the model lacks, which is incomplete itself",
+        "are for layers that the model lacks, which is incomplete itself",
     ),
     "lora_block_missing": VerdictRow(
         "error",

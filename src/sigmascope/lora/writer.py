@@ -3,7 +3,7 @@
 - `save_lora` writes a LoRA that is in memory.
 - `LoraWriter` writes module by module, one in memory at a time. The file is renamed into place when it is complete
   (`sigmascope.files.atomic_path`).
-- `writer_of_aligned` is the writer of a resize or merge: it keeps the LoRAs' own names if they agree.
+- `writer_of_aligned` is the writer of a resize or merge: it keeps the LoRAs' own names where `names_to_keep` gives them.
 
 Plain factors are stored with their scale in `up` and alpha = rank, so that a reader which ignores alpha gets the same ΔW
 (`stored_factors`). If a loader would mix different alphas up, all modules get one alpha (`_write_alphas`). Other changes
@@ -59,7 +59,7 @@ from sigmascope.lora.linalg import (
     matrix_shape,
     max_rank,
 )
-from sigmascope.lora.loadable import WrittenLoads, loads_of_written, require_loadable
+from sigmascope.lora.loadable import WrittenLoads, is_taken, loads_of_written, require_loadable
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """The layout if none is given."""
@@ -492,10 +492,11 @@ def writer_of_aligned(
     format: str | None,
     metadata: Mapping[str, str],
     *,
+    own_names: Mapping[str, str] | None,
     compact: bool = False,
     writes: type[StreamingWriter] = StreamingWriter,
 ) -> LoraWriter:
-    """A writer for the result of aligned LoRAs, under the LoRAs' own names if they agree, else under the format's.
+    """A writer for the result of aligned LoRAs.
 
     Args:
         target: The `.safetensors` file to write or replace.
@@ -503,13 +504,13 @@ def writer_of_aligned(
         originals: The same LoRAs under their own names.
         format: The format to write; the first LoRA's by default.
         metadata: Texts for the header; they override those that all LoRAs share.
+        own_names: See `names_to_keep`; None for the format's names.
         compact: As for `LoraWriter`.
         writes: As for `LoraWriter`.
 
     Raises:
         LoraFormatError: There is no such format.
     """
-    keeps_format = format is None or format == originals[0].format
     return LoraWriter(
         target,
         format=format or originals[0].format,
@@ -518,7 +519,7 @@ def writer_of_aligned(
         inherited=_agreed_metadata(originals),
         expected=[name.removesuffix(_BIAS) for name in aligned.names],
         blocks=aligned.blocks,
-        own_names=_own_names(aligned, originals) if keeps_format else None,
+        own_names=own_names,
         compact=compact,
         writes=writes,
     )
@@ -582,9 +583,29 @@ def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:
     return scaled
 
 
-def _own_names(aligned: AlignedLoras, originals: Sequence[LoraFile]) -> dict[str, str] | None:
-    """Each layer's name in the files; None if the files differ in format or in a name."""
-    if len({lora.format for lora in originals}) > 1:
+def names_to_keep(
+    aligned: AlignedLoras, originals: Sequence[LoraFile], format: str | None
+) -> dict[str, str] | None:
+    """Each layer's name in the files of which a resize or merge makes one.
+
+    Args:
+        aligned: The LoRAs under common names.
+        originals: The same LoRAs under their own names.
+        format: The format to write; the first LoRA's by default.
+
+    Returns:
+        None if another format is asked for, if the files differ in format or in a name, or if the format's host takes
+        nothing under such names (PEFT's `base_model.model.`, `lora_transformer_` of a family that ComfyUI has no such names for):
+        the result then gets the format's names.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    first = originals[0]
+    if (format or first.format) != first.format or len({lora.format for lora in originals}) > 1:
+        return None
+    is_known = aligned.layout.family not in ("unknown", "lbm")
+    if is_known and first.path is not None and not is_taken(first.path, first.format):
         return None
     names: dict[str, str] = {}
     for sources in aligned.sources:

@@ -1,0 +1,254 @@
+"""What files hold beside the usual factors, or hold otherwise, arrives whole or is refused by its name."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sigmascope import (
+    attach_lora,
+    convert_lora,
+    judge_lora,
+    load_lora,
+    merge_into_checkpoint,
+    merge_into_model,
+)
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError
+from sigmascope.lora.merge import CombineOptions, merge_lora_files
+from sigmascope.lora.ranks import FixedRank, RankRules
+from sigmascope.lora.resize import RankPlan, resize_lora
+
+from .layouts import LAYOUTS
+from .models import single_file, tiny
+from .test_wild import close, factors_of, in_original, unlike
+
+WHOLE = RankPlan(RankRules(FixedRank(9999, 9999)))
+
+
+def built(name: str, folder: Path, **other: object) -> tuple[Path, dict[str, Tensor]]:
+    """A file of a layout, or of one like it, and the change of each layer."""
+    tensors, truth = dataclasses.replace(LAYOUTS[name], **other).build()  # type: ignore[arg-type]
+    return saved(tensors, folder), truth
+
+
+def saved(tensors: dict[str, Tensor], folder: Path, name: str = "lora.safetensors") -> Path:
+    save_file({key: tensor.clone().contiguous() for key, tensor in tensors.items()}, folder / name)
+    return folder / name
+
+
+def put_into(family: str, file: Path) -> dict[str, Tensor]:
+    """What a file makes of a live model: the differences of its tensors that are not zero."""
+    model = tiny(family)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with merge_into_model(model, load_lora(file)):
+        after = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    return {
+        key.removesuffix(".weight"): after[key] - before[key]
+        for key in before
+        if not torch.equal(after[key], before[key])
+    }
+
+
+def arrived(changes: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    assert changes.keys() == truth.keys()
+    assert [path for path, change in changes.items() if not close(change, truth[path])] == []
+
+
+# Names that the format's host does not take.
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("qwen-aitoolkit", {"start": "base_model.model."}),  # PEFT's save_pretrained
+        ("wan-diffsynth", {}),
+        ("lumina2-diffusers", {"start": "lora_transformer_", "ends": "down", "alpha": 1.0}),  # OneTrainer
+        ("chroma-onetrainer", {"start": "lora_unet_"}),
+    ],
+)
+@pytest.mark.parametrize("how", ["resize", "merge"])
+def test_a_resize_or_merge_writes_names_that_a_host_takes(
+    name: str, other: dict[str, object], how: str, tmp_path: Path
+) -> None:
+    """Before, it kept the file's own names, and refused to write what it had made."""
+    file, truth = built(name, tmp_path, **other)
+    target = tmp_path / "out.safetensors"
+    if how == "resize":
+        report = resize_lora(file, target, WHOLE)
+    else:
+        report = merge_lora_files([file, file], target, CombineOptions(weights=(0.25, 0.75)))
+    assert report.loads is not None
+    taken = [reading.taken for reading in report.loads.stated.hosts.values()]
+    assert max(number or 0 for number in taken) == report.loads.stated.hosts["diffusers"].modules
+    arrived(put_into(LAYOUTS[name].family, target), truth)
+
+
+def test_what_a_host_takes_keeps_its_names(tmp_path: Path) -> None:
+    file, _ = built("wan-musubi", tmp_path)
+    resize_lora(file, tmp_path / "out.safetensors", WHOLE)
+    assert load_file(tmp_path / "out.safetensors").keys() == load_file(file).keys()
+
+
+# Whole differences.
+
+
+@pytest.mark.parametrize("how", ["resize", "merge"])
+def test_a_modulation_has_no_rank_to_cut(how: str, tmp_path: Path) -> None:
+    """LightX2V's distilled LoRAs of WAN have `diff_m` (1, 6, width) beside their factors."""
+    tensors, truth = LAYOUTS["wan-pipe"].build()
+    table = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(3))
+    file = saved(tensors | {"diffusion_model.blocks.0.diff_m": table}, tmp_path)
+    target = tmp_path / "out.safetensors"
+    if how == "resize":
+        carried = resize_lora(file, target, WHOLE).carried
+    else:
+        carried = merge_lora_files([file], target).carried
+    assert [name.endswith("blocks.0.modulation") for name in carried] == [True]
+    arrived(put_into("wan", target), truth | {"blocks.0.scale_shift_table": table})
+
+
+# Files for several parts, and for WAN 2.2's second denoiser.
+
+
+def encoder_module(start: str) -> dict[str, Tensor]:
+    name = f"{start}text_model_encoder_layers_0_self_attn_q_proj"
+    return {f"{name}.lora_down.weight": torch.ones(1, 8), f"{name}.lora_up.weight": torch.ones(8, 1)}
+
+
+@pytest.mark.parametrize("format", ["peft", "kohya", "comfyui"])
+def test_a_text_encoders_modules_need_no_model(format: str, tmp_path: Path) -> None:
+    """Comfy-Org/ComfyUI 9454: FLUX LoRAs with `lora_te1_`. Of the model, users have the transformer's file."""
+    tensors, _ = LAYOUTS["flux-kohya"].build()
+    file = saved(tensors | encoder_module("lora_te1_"), tmp_path)
+    model = saved(single_file("flux"), tmp_path, "model.safetensors")
+    convert_lora(file, tmp_path / "with.safetensors", format, model=model)
+    convert_lora(file, tmp_path / "without.safetensors", format)
+    assert (
+        load_file(tmp_path / "with.safetensors").keys() == load_file(tmp_path / "without.safetensors").keys()
+    )
+
+
+def test_a_refused_merge_says_what_the_modules_are_for(tmp_path: Path) -> None:
+    tensors, _ = LAYOUTS["flux-kohya"].build()
+    file = saved(tensors | encoder_module("lora_te1_"), tmp_path)
+    model = saved(single_file("flux"), tmp_path, "model.safetensors")
+    with pytest.raises(
+        ModelMismatchError, match=r"q_proj \(it is for the text encoder, which was not given\)"
+    ):
+        merge_into_checkpoint([file], model, tmp_path / "merged.safetensors")
+
+
+def test_a_lora_of_the_second_denoiser_goes_into_one_that_is_given_alone(tmp_path: Path) -> None:
+    """WAN 2.2's LoRAs for low noise begin with `transformer_2.`; a checkpoint or ComfyUI's file has one denoiser."""
+    file, truth = built("wan-diffusers", tmp_path, start="transformer_2.")
+    model = saved(single_file("wan"), tmp_path, "model.safetensors")
+    merge_into_checkpoint([file], model, tmp_path / "merged.safetensors")
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert unlike(single_file("wan"), merged, in_original("wan", truth)) == []
+    assert judge_lora(file, tiny("wan")).reasons == {}
+    for format in ("kohya", "comfyui"):
+        convert_lora(file, tmp_path / "out.safetensors", format)
+        arrived(put_into("wan", tmp_path / "out.safetensors"), truth)
+    convert_lora(file, tmp_path / "out.safetensors", "peft")
+    assert all(key.startswith("transformer_2.") for key in load_file(tmp_path / "out.safetensors"))
+
+
+# One layer twice, and parts of a layer.
+
+
+def test_one_layer_under_two_names_is_refused_with_both(tmp_path: Path) -> None:
+    tensors, _ = LAYOUTS["wan-diffusers"].build()
+    copies = {f"ema.{key}": torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    file = saved(tensors | copies, tmp_path)
+    for format in ("peft", "kohya", "comfyui", "native"):
+        with pytest.raises(LoraFormatError, match=r"are both for .*: remove one of them"):
+            convert_lora(file, tmp_path / "out.safetensors", format)
+    for apply in (attach_lora, merge_into_model):
+        with pytest.raises(ModelMismatchError, match="those that name no part and those for denoiser"):
+            apply(tiny("wan"), load_lora(file))
+
+
+def test_factors_of_parts_are_not_read_as_if_they_were_not_there(tmp_path: Path) -> None:
+    """musubi-tuner's modules of fused layers have `lora_down.0` to `lora_down.2` until they are saved for a host."""
+    tensors, _ = LAYOUTS["flux-kohya"].build()
+    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    parts = {f"{name}.lora_down.0.weight": torch.ones(1, 16), f"{name}.lora_up.0.weight": torch.ones(16, 1)}
+    file = saved({key: tensor for key, tensor in tensors.items() if name not in key} | parts, tmp_path)
+    with pytest.raises(LoraFormatError, match=r"img_attn_qkv\.lora_down\.0\.weight"):
+        load_lora(file)
+
+
+# A base that is not whole.
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    tiny("wan").save_pretrained(folder, max_shard_size="30KB")  # type: ignore[operator]
+    (folder / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    return folder
+
+
+def test_shards_without_an_index_are_named_so(sharded: Path, tmp_path: Path) -> None:
+    shards = sorted(sharded.glob("*.safetensors"))
+    total = len(shards)
+    with pytest.raises(CheckpointError, match=rf"has {total} of the {total} shards .*, and no index"):
+        open_checkpoint(sharded)
+    alone = tmp_path / shards[0].name
+    alone.write_bytes(shards[0].read_bytes())
+    with pytest.raises(CheckpointError, match=rf"has 1 of the {total} shards .*, and no index"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_shard_alone_is_an_incomplete_model(sharded: Path, tmp_path: Path) -> None:
+    file, _ = built("wan-pipe", tmp_path)
+    shard = min(sharded.glob("*.safetensors"))
+    with open_checkpoint(shard) as model:
+        verdict = judge_lora(file, model)
+    assert set(verdict.reasons) == {"base_incomplete"}
+    with pytest.raises(ModelMismatchError, match=rf"{shard.name} is one of \d shards"):
+        merge_into_checkpoint([file], shard, tmp_path / "merged.safetensors")
+    with pytest.raises(LoraFormatError, match=rf"{shard.name} is one of \d shards"):
+        convert_lora(file, tmp_path / "out.safetensors", "peft", model=shard)
+
+
+def test_blocks_with_a_hole_are_an_incomplete_model_and_no_variant(tmp_path: Path) -> None:
+    """All image attention of WAN is in blocks that are there; of a model without a middle block, nobody can tell."""
+    tensors = single_file("wan")
+    moved = {key.replace("blocks.1.", "blocks.2."): tensor for key, tensor in tensors.items()}
+    model = saved(moved, tmp_path, "model.safetensors")
+    file, truth = built("wan-i2v-lightx2v", tmp_path)
+    whole = saved(tensors, tmp_path, "whole.safetensors")
+    lacking = {"blocks.1"} | {"add_" for path in truth if "add_" in path}
+    assert len(lacking) == 2
+    with open_checkpoint(whole) as opened:
+        assert judge_lora(file, opened).reasons.keys() == {"layer_missing"}
+    with open_checkpoint(model) as opened:
+        verdict = judge_lora(file, opened)
+    assert verdict.reasons.keys() == {"base_incomplete"}
+    assert "it has blocks.2, but no blocks.1" in verdict.findings[0].message
+    with pytest.raises(ModelMismatchError, match=r"it has blocks\.2, but no blocks\.1"):
+        merge_into_checkpoint([file], model, tmp_path / "merged.safetensors")
+
+
+# PEFT's configuration.
+
+
+def test_a_sharded_adapter_has_its_configuration(tmp_path: Path) -> None:
+    tensors, truth = dataclasses.replace(LAYOUTS["hunyuan-diffusers"], start="base_model.model.").build()
+    shards = {
+        key: f"adapter_model-0000{1 + index % 2}-of-00002.safetensors" for index, key in enumerate(tensors)
+    }
+    for shard in set(shards.values()):
+        saved({key: tensors[key] for key in tensors if shards[key] == shard}, tmp_path, shard)
+    index = tmp_path / "adapter_model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 6}))
+    arrived(put_into("hunyuan", index), {path: 3 * change for path, change in truth.items()})
+    convert_lora(index, tmp_path / "out.safetensors", "peft")
+    arrived(factors_of(tmp_path / "out.safetensors"), {path: 3 * change for path, change in truth.items()})
