@@ -406,7 +406,7 @@ def _is_factorable(named: NamedLora, wanted: LoraFormat, name: str) -> bool:
 
 def _holds_as_it_is(named: NamedLora, wanted: LoraFormat, name: str) -> bool:
     """Whether a format can hold a change, of the matrix that it is of."""
-    return holds(wanted, named.change(name)) and _has_its_matrix(named, wanted, name)
+    return holds(wanted, named.change(name), named.layers[name]) and _has_its_matrix(named, wanted, name)
 
 
 def _has_its_matrix(named: NamedLora, wanted: LoraFormat, name: str) -> bool:

@@ -28,7 +28,7 @@ one exception: a kohya file of a U-Net with attention modules of different ranks
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, get_args
@@ -73,6 +73,8 @@ LATENT: Final = "lora_latent_mapping.weight"
 DIFF_M: Final = "diff_m"
 MODULATION: Final = ".modulation"
 """A WAN block's own parameter, whose difference is the block's `diff_m`."""
+SET_BIAS: Final = "set_bias"
+"""The whole bias of a layer that PEFT trained whole (`take_whole_modules`)."""
 NORM_SCALE: Final = "scale"
 """How BFL's control LoRAs of FLUX end the key of a norm's new weight: diffusers and ComfyUI put it in the old one's place."""
 
@@ -179,6 +181,7 @@ class FactorKeys:
         alpha: Ending of the alpha; None if the format has none.
         holds_changes: Whether LoHa, LoKr, DoRA and differences are written too, under the names of kohya's tools.
         magnitude: Ending of DoRA's magnitudes per output, if the format writes those but no other changes.
+        up_bias: Ending of the bias of an up factor, if the format writes changes of biases beside factors alone.
     """
 
     up: str = "lora_up.weight"
@@ -186,6 +189,7 @@ class FactorKeys:
     alpha: str | None = "alpha"
     holds_changes: bool = True
     magnitude: str | None = None
+    up_bias: str | None = None
 
     def of(self, module: str) -> list[str]:
         """The keys of a module's up, down and, where the format has one, alpha."""
@@ -420,6 +424,7 @@ PEFT = LoraFormat(
         alpha=None,
         holds_changes=False,
         magnitude="lora_magnitude_vector",
+        up_bias="lora_B.bias",
     ),
 )
 
@@ -610,6 +615,21 @@ def _module_name(name: str, *, old: bool) -> str:
     return f"{path}.{last}.0" if last == "to_out" else plain
 
 
+def take_whole_modules(groups: KeyGroups, names: Collection[str]) -> None:
+    """Of the keys that belong to no module, make modules of those that PEFT trained whole.
+
+    Args:
+        groups: Of a file.
+        names: As in the configuration's `modules_to_save`: the ends of modules' paths.
+    """
+    for key in list(groups.unused):
+        module, _, end = key.rpartition(".")
+        name = _module_name(module, old=False)
+        if end in ("weight", "bias") and any(f".{whole}." in f".{name}." for whole in names):
+            groups.groups.setdefault(name, {})["set_weight" if end == "weight" else SET_BIAS] = key
+            groups.unused.remove(key)
+
+
 def _set_aside_lone_alphas(groups: KeyGroups) -> None:
     """An alpha or magnitude without factors changes nothing."""
     lone = [name for name, group in groups.groups.items() if group.keys() <= {ALPHA, DORA, MAGNITUDE}]
@@ -712,6 +732,8 @@ def _bias_entries(name: str, group: Mapping[str, str]) -> list[Entry]:
         for role in ("diff_b", "b_norm")
         if role in group
     ]
+    if SET_BIAS in group:
+        entries.append(Entry(f"{name}.bias", name, "set", {"set_weight": group[SET_BIAS]}))
     if DIFF_M in group:
         entries.append(Entry(f"{name}{MODULATION}", name, "diff", {DIFF_M: group[DIFF_M]}))
     if "ia3_l" in group:

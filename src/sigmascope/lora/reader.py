@@ -58,6 +58,7 @@ from sigmascope.lora.formats import (
     entries_of,
     group_keys,
     recognised,
+    take_whole_modules,
 )
 from sigmascope.lora.kinds import BASE_CHANGES, BaseChange
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_finite, is_real, max_rank
@@ -122,6 +123,7 @@ def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: b
     shapes = {key: checkpoint.info(key).shape for key in keys}
     lora_format = recognised(checkpoint.path, shapes, groups)
     configs = read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
+    take_whole_modules(groups, [name for config in configs.values() for name in config.whole_modules])
     reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
     entries = [entry for entry in entries_of(checkpoint.path, groups) if _changes(checkpoint, entry)]
     peeled = unwrapped(entry.name for entry in entries)
@@ -174,6 +176,12 @@ class PeftConfig:
 
     source: str
     values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def whole_modules(self) -> tuple[str, ...]:
+        """The modules that were trained whole, beside the factors of others."""
+        names = self.values.get("modules_to_save")
+        return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
     def scale_of(self, module: str, rank: int | None) -> float | None:
         """The scale of a module's product; None if the configuration does not give it.
@@ -446,7 +454,15 @@ def any_kind_in(checkpoint: Checkpoint, *, check_finite: bool = True) -> LoraFil
 _CONFIG_NAME: Final = "adapter_config.json"
 _MAX_CONFIG_BYTES: Final = 4 * 2**20
 _MAX_PATTERNS: Final = 10_000  # each is tried on each module; no model has as many layers
-_CONFIG_FIELDS: Final = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+_CONFIG_FIELDS: Final = (
+    "r",
+    "lora_alpha",
+    "alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "modules_to_save",
+)
 # A file's own patterns could take for ever, so repeated groups and many quantifiers are refused.
 _QUANTIFIER: Final = re.compile(r"[*+{]")
 _QUANTIFIED_GROUP: Final = re.compile(r"\)\s*[*+?{]")

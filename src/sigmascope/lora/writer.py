@@ -31,6 +31,7 @@ from sigmascope.lora.adapters import (
     DiffChange,
     DoraChange,
     LokrChange,
+    SetChange,
     TuckerChange,
     WeightChange,
 )
@@ -297,8 +298,13 @@ class LoraWriter:
         if isinstance(change, TuckerChange) and not self.format.keys.holds_changes:
             self.write(name, change.factors())
             return
-        if not isinstance(change, Adapter | DoraChange) or not holds(self.format, change):
+        if not isinstance(change, Adapter | DoraChange) or not holds(self.format, change, name):
             hint = "Write kohya's or ComfyUI's format, or leave such changes out."
+            if isinstance(change, DiffChange | SetChange) and len(change.weight_shape) > 1:
+                hint = (
+                    "Make plain factors of it: sigmascope lora convert --rank 32, with the model (--model) if it is a whole weight. "
+                    f"{hint}"
+                )
             if not isinstance(change, Adapter | DoraChange) or isinstance(change, BaseChange):
                 hint = (
                     "Give the model that it is for, which makes factors or a whole difference of it: "
@@ -357,6 +363,11 @@ class LoraWriter:
 
     def _write_change(self, name: str, module: str, change: Adapter | DoraChange) -> None:
         layer, keys = name.removesuffix(_BIAS), self.format.keys
+        if keys.up_bias is not None and name != layer and module not in self._ranks:
+            raise LoraFormatError(
+                f"{name}: {self.format.name} files have a bias's change beside the factors of its layer alone.",
+                hint="Write kohya's or ComfyUI's format, or leave such changes out.",
+            )
         tensors = _change_tensors(change, keys, is_bias=name != layer)
         self._write_tensors(
             module, {f"{module}.{end}": self._cast(name, tensor, end) for end, tensor in tensors.items()}
@@ -631,14 +642,14 @@ def _change_tensors(
     Args:
         change: What to store. A scale that no alpha can express goes into a factor.
         keys: How the format names plain factors and magnitudes.
-        is_bias: Whether it is a bias's difference, which is named `diff_b`.
+        is_bias: Whether it is a bias's difference, which is named `diff_b`, or is the up factor's in PEFT's format.
     """
     if isinstance(change, DoraChange):
         return _direction_tensors(change, keys) | _magnitude_tensors(change, keys)
     if isinstance(change, DiffChange):
         values = change.values.detach()
         scaled = values if change.scale == 1.0 else values.float().mul(change.scale)
-        return {"diff_b" if is_bias else "diff": scaled}
+        return {(keys.up_bias or "diff_b") if is_bias else "diff": scaled}
     return _adapter_tensors(change)
 
 
@@ -672,9 +683,19 @@ def _adapter_tensors(change: Adapter) -> dict[str, Tensor]:
     return tensors
 
 
-def holds(lora_format: LoraFormat, change: WeightChange) -> bool:
-    """Whether a format can hold a change that is more than plain factors, as it is."""
+def holds(lora_format: LoraFormat, change: WeightChange, name: str) -> bool:
+    """Whether a format can hold a change that is more than plain factors, as it is.
+
+    Args:
+        lora_format: The format.
+        change: Of a weight or bias.
+        name: The layer's; with `.bias` if it is of its bias.
+    """
     keys = lora_format.keys
+    if name.endswith(_BIAS) and isinstance(change, SetChange):
+        return False  # no format has a name for a whole bias
+    if name.endswith(_BIAS) and isinstance(change, DiffChange) and keys.up_bias is not None:
+        return True
     if not isinstance(change, Adapter | DoraChange):
         return False  # it is not as a file has it
     if isinstance(change, DoraChange) and isinstance(change.direction, DiffChange):

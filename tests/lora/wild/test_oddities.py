@@ -1,11 +1,13 @@
 """What files hold beside the usual factors, or hold otherwise, arrives whole or is refused by its name."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -252,3 +254,59 @@ def test_a_sharded_adapter_has_its_configuration(tmp_path: Path) -> None:
     arrived(put_into("hunyuan", index), {path: 3 * change for path, change in truth.items()})
     convert_lora(index, tmp_path / "out.safetensors", "peft")
     arrived(factors_of(tmp_path / "out.safetensors"), {path: 3 * change for path, change in truth.items()})
+
+
+def test_modules_that_peft_trained_whole_take_the_models_place(tmp_path: Path) -> None:
+    """`modules_to_save`: their weights and biases stand beside the factors, under their own names."""
+    tensors, truth = dataclasses.replace(LAYOUTS["sd3-diffusers"], start="base_model.model.").build()
+    state, layer = tiny("sd3").state_dict(), "context_embedder"
+    whole = {f"{layer}.{end}": state[f"{layer}.{end}"] + 0.25 for end in ("weight", "bias")}
+    beside = {"base_model.model.pos_embed.proj.weight": torch.zeros(1)}  # not named: what it is, nobody knows
+    named = {f"base_model.model.{key}": tensor for key, tensor in whole.items()}
+    file = saved(tensors | named | beside, tmp_path, "adapter_model.safetensors")
+    assert layer not in load_lora(file).names
+    config = {"r": 2, "lora_alpha": 2, "modules_to_save": [layer]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert load_lora(file).unused_keys == tuple(beside)
+    truth |= {path.removesuffix(".weight"): torch.full(one.shape, 0.25) for path, one in whole.items()}
+    arrived(put_into("sd3", file), truth)
+    model = saved(single_file("sd3"), tmp_path, "model.safetensors")
+    with pytest.raises(LoraFormatError, match=r"bias: kohya files cannot hold such a change \(set\)"):
+        convert_lora(file, tmp_path / "out.safetensors", "kohya")
+    convert_lora(file, tmp_path / "out.safetensors", "comfyui", model=model)
+    arrived(put_into("sd3", tmp_path / "out.safetensors"), truth)
+
+
+# Biases of up factors.
+
+
+def test_peft_has_a_bias_beside_factors_as_the_up_factors_own(tmp_path: Path) -> None:
+    """PEFT's `lora_bias=True`; diffusers takes such files, and what a conversion writes of kohya's `diff_b`."""
+    layout = dataclasses.replace(LAYOUTS["flux-aitoolkit"], only=r"blocks.*attn\.to_[qkv]$")
+    tensors, truth = layout.build()
+    start = "transformer."
+    biases = {path: torch.full((len(change),), 0.25) for path, change in truth.items()}
+    file = saved(tensors | {f"{start}{path}.lora_B.bias": bias for path, bias in biases.items()}, tmp_path)
+    everything = truth | {f"{path}.bias": bias for path, bias in biases.items()}
+    arrived(put_into("flux", file), everything)
+    convert_lora(file, tmp_path / "kohya.safetensors", "kohya")
+    convert_lora(tmp_path / "kohya.safetensors", tmp_path / "peft.safetensors", "peft")
+    resize_lora(file, tmp_path / "resized.safetensors", WHOLE)
+    for name in ("peft", "resized"):
+        arrived(put_into("flux", tmp_path / f"{name}.safetensors"), everything)
+        model = copy.deepcopy(tiny("flux"))
+        FluxLoraLoaderMixin.load_lora_into_transformer(
+            load_file(tmp_path / f"{name}.safetensors"), network_alphas=None, transformer=model
+        )
+        for path, change in truth.items():
+            layer, plain = model.get_submodule(path), tiny("flux").get_submodule(path)
+            given = torch.randn(3, change.shape[1])
+            wanted = plain(given) + given @ change.mT + 0.25
+            torch.testing.assert_close(layer(given), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_peft_has_no_bias_of_a_layer_without_factors(tmp_path: Path) -> None:
+    tensors, _ = LAYOUTS["wan-pipe"].build()
+    file = saved(tensors | {"diffusion_model.head.head.diff_b": torch.ones(4)}, tmp_path)
+    with pytest.raises(LoraFormatError, match="beside the factors of its layer alone"):
+        convert_lora(file, tmp_path / "peft.safetensors", "peft")
