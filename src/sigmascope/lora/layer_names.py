@@ -125,6 +125,7 @@ _OF_LAYERS: Final = {
 }
 """The layers of blocks whose list another family has under the same name, by what reports call the list."""
 _UNNUMBERED: Final = re.compile(rf"(?:^|[._])({_dotted_or_flat(SINGLE_BLOCKS)})(?=[._]|$)")
+_LISTS_BY_FLAT: Final = {name.replace(".", "_"): shown for name, shown in BLOCK_LISTS.items()}
 _SINGLE_BY_FLAT: Final = {name.replace(".", "_"): shown for name, shown in SINGLE_BLOCKS.items()}
 _LAYER: Final = re.compile(r"(?:layers?|block|resblocks)[._](\d+)")
 
@@ -283,7 +284,8 @@ def _numbered_block(kind: str, number: int, path: str) -> str:
         return f"down_blocks.{level}" if number > 0 else "conv_in"
     if kind == "output_blocks":
         return f"up_blocks.{number // _SGM_LAYERS_PER_LEVEL}"
-    shown = next((shown for shown, layers in _OF_LAYERS.items() if layers.match(path)), BLOCK_LISTS[kind])
+    usual = BLOCK_LISTS.get(kind) or _LISTS_BY_FLAT[kind]
+    shown = next((shown for shown, layers in _OF_LAYERS.items() if layers.match(path)), usual)
     return f"{shown}.{number}"
 
 

@@ -79,6 +79,16 @@ MODELS: Final = {
         lambda d: d.Flux2Transformer2DModel(**FEW, num_attention_heads=24, joint_attention_dim=7680),
         _flux_blocks(5, 20),
     ),
+    "flux3": Published(
+        "flux3",
+        lambda d: d.Flux3Transformer2DModel(**FEW, flow_map=True),
+        {
+            "mode_blocks.image": 5,
+            "mode_blocks.image_cond": 5,
+            "txt_mode_blocks": 5,
+            "single_transformer_blocks": 28,
+        },
+    ),
     "chroma": Published("chroma", lambda d: d.ChromaTransformer2DModel(**FEW), _flux_blocks(19, 38)),
     "hunyuan-video": Published(
         "hunyuan_video", lambda d: d.HunyuanVideoTransformer3DModel(**FEW), _flux_blocks(20, 40)

@@ -38,6 +38,10 @@ MAKERS: Final[dict[str, Callable[[Any], nn.Module]]] = {
         in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=3,
         joint_attention_dim=40, timestep_guidance_channels=32, axes_dims_rope=[4, 4, 4, 4],
     ),
+    "flux3": lambda d: d.Flux3Transformer2DModel(
+        in_channels=16, cond_in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=40, timestep_channels=32, axes_dims_rope=(4, 4, 4, 4), flow_map=True,
+    ),
     "hidream": lambda d: d.HiDreamImageTransformer2DModel(
         patch_size=2, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=8, num_attention_heads=4,
         caption_channels=[32, 16], text_emb_dim=64, axes_dims_rope=(4, 2, 2), max_resolution=(32, 32),

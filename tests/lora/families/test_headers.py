@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "HiDream-O1-Image": None,
     "Chroma1": "chroma",  # OneTrainer
     "Flux.2": "flux2",
+    "Flux.3": "flux3",
     "Flux.1-fill-dev": "flux",
     "hidream-i1": "hidream",
     "stable-diffusion-v3-medium": "sd3",

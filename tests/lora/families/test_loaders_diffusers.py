@@ -20,6 +20,7 @@ LOADERS = {
     "cogvideox": lora_pipeline.CogVideoXLoraLoaderMixin,
     "cogview4": lora_pipeline.CogView4LoraLoaderMixin,
     "cosmos": lora_pipeline.CosmosLoraLoaderMixin,
+    "flux3": lora_pipeline.Flux3LoraLoaderMixin,
     "ideogram4": lora_pipeline.Ideogram4LoraLoaderMixin,
     "krea2": lora_pipeline.Krea2LoraLoaderMixin,
     "kandinsky5": lora_pipeline.KandinskyLoraLoaderMixin,
@@ -47,14 +48,14 @@ def lora_of(family: str, start: str, *, alpha: bool) -> dict[str, Tensor]:
 
 
 def in_diffusers(family: str, state: dict[str, Tensor]) -> tuple[int, set[float]]:
-    """How many modules its loader takes, and the factors on up·down; none if it refuses the file."""
-    loader: Any = LOADERS[family]
+    """How many modules a pipeline's `load_lora_weights` takes, and the factors on up·down; none if it refuses the file."""
     model = copy.deepcopy(small(family)).to_empty(device="cpu")
+    parts = {"transformer": model, "connectors": None, "components": {}, "hf_device_map": None}
+    pipeline: Any = type("Pipeline", (LOADERS[family],), parts)()
     try:
-        converted = loader.lora_state_dict(dict(state))
-    except ValueError:
+        pipeline.load_lora_weights(dict(state))
+    except ValueError:  # such as of names without "lora" in them, which alphas have
         return 0, set()
-    loader.load_lora_into_transformer(converted, transformer=model)
     tuned = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     taken = [module for module in tuned if module.lora_B["default_0"].weight.abs().sum() > 0]
     return len(taken), {_factor(module) for module in taken}

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:Fut
 OF_OTHERS = {
     "hidream": r"caption_projection\.\d+\.linear",  # one for each block
     "mochi": r"transformer_blocks\.47\..*",  # the last block, see below
-    "wan": r"vace_.*",
+    "wan": r"vace_.*|face_.*|pose_.*",
     "sana": r"time_embed\.(?:timestep|guidance)_embedder\..*|.*\.norm_[qk]",
     "sana-sprint": r"time_embed\.emb\..*",
 }
@@ -155,6 +155,7 @@ CONVERSIONS = {
     "cosmos": conversions.convert_cosmos_transformer_checkpoint_to_diffusers,
     "flux": conversions.convert_flux_transformer_checkpoint_to_diffusers,
     "flux2": conversions.convert_flux2_transformer_checkpoint_to_diffusers,
+    "flux3": conversions.convert_flux3_transformer_checkpoint_to_diffusers,
     "hunyuan_video": conversions.convert_hunyuan_video_transformer_to_diffusers,
     "ideogram4": of_ideogram4,
     "krea2": partial(
@@ -258,3 +259,30 @@ def test_wan_s_vace_blocks_have_the_names_of_diffusers_and_of_the_original() -> 
     assert originals["vace_blocks.0.proj_in"] == "vace_blocks.0.before_proj"
     assert originals["vace_blocks.1.proj_out"] == "vace_blocks.1.after_proj"
     assert originals["vace_blocks.1.attn2.to_k"] == "vace_blocks.1.cross_attn.k"
+
+
+def test_wan_animate_s_own_layers_have_the_names_that_diffusers_converts() -> None:
+    import diffusers
+
+    with torch.device("meta"):
+        model = diffusers.WanAnimateTransformer3DModel(
+            num_attention_heads=4, attention_head_dim=12, in_channels=12, latent_channels=4, out_channels=4, text_dim=20,
+            freq_dim=8, ffn_dim=40, num_layers=2, inject_face_latents_blocks=1, face_encoder_num_heads=2,
+            motion_encoder_channel_sizes={"4": 8, "8": 8}, motion_encoder_size=8,
+        )  # fmt: skip
+    kinds = nn.Linear | nn.Conv1d | nn.Conv3d
+    own = {
+        path: module
+        for path, module in model.named_modules()
+        if path.startswith(("face_", "pose_")) and isinstance(module, kinds)
+    }
+    assert len(own) == 13
+    original, wanted = {}, {}
+    for row in dict.fromkeys(row_of_diffusers("wan", path) for path in own):
+        assert row is not None
+        parts = {part: torch.randn(len(own[part].weight), 1) for part in row.parts}
+        original[f"{row.original}.weight"] = torch.cat(list(parts.values()))
+        wanted |= {f"{part}.weight": tensor for part, tensor in parts.items()}
+    converted = CONVERSIONS["wan"](dict(original))
+    assert converted.keys() == wanted.keys()
+    assert all(torch.equal(converted[key], tensor) for key, tensor in wanted.items())

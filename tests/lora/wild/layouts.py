@@ -163,6 +163,11 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "flux2-lycoris": Layout("flux2", "bghira/SimpleTuner#2439", "lycoris_", "diffusers", "lokr", FULL),
     "flux2-converted": Layout("flux2", "musubi-tuner's convert_lora", "diffusion_model.", "original", "A", None, _STREAMS, ((r"_attn\.", "_attn_"),)),
     # Qwen-Image
+    "flux3-diffusers": Layout("flux3", "diffusers' save_lora_weights", "transformer.", "diffusers"),
+    "flux3-original": Layout("flux3", "diffusers' reader of original names", "diffusion_model.", "original"),
+    "animate-original": Layout("animate", f"{_KIJAI}1421, with its face adapter", "diffusion_model.", "original", only="blocks"),
+    "animate-musubi": Layout("animate", "musubi-tuner's names of all layers", "lora_unet_", "original", "down", 1.0, "face_adapter|blocks.0"),
+    "animate-diffusers": Layout("animate", "diffusers' save_lora_weights", "transformer.", "diffusers", only="face_adapter|blocks.0"),
     "qwen-diffsynth": Layout("qwen", "modelscope/DiffSynth-Studio#886", "", "diffusers", "A.default"),
     "qwen-lightning": Layout("qwen", "ModelTC/Qwen-Image-Lightning#52", "", "diffusers", "down", 1.0),
     "qwen-musubi": Layout("qwen", "musubi-tuner's Qwen-Image", "lora_unet_", "diffusers", "down", 1.0),
@@ -271,7 +276,7 @@ TITLES: Final = {
     "qwen": "Qwen-Image", "wan": "WAN 2.1, 2.2", "wani2v": "WAN I2V", "zimage": "Z-Image", "lumina2": "Lumina 2",
     "hunyuan": "HunyuanVideo", "chroma": "Chroma", "ltx": "LTX-Video", "hidream": "HiDream", "pixart": "PixArt", "sana": "Sana",
     "cogvideox": "CogVideoX", "mochi": "Mochi", "auraflow": "AuraFlow", "cosmos": "Cosmos Predict 2", "ltx2": "LTX-2",
-    "kandinsky5": "Kandinsky 5", "krea2": "Krea 2", "ideogram4": "Ideogram 4",
+    "kandinsky5": "Kandinsky 5", "krea2": "Krea 2", "flux3": "FLUX.3", "animate": "WAN Animate", "ideogram4": "Ideogram 4",
 }  # fmt: skip
 
 

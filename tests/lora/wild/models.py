@@ -228,6 +228,32 @@ FAMILIES: Final[dict[str, Published]] = {
         """,
         pipeline="Flux2Pipeline",
     ),
+    "flux3": Published(
+        lambda: diffusers.Flux3Transformer2DModel(
+            in_channels=6, cond_in_channels=6, num_layers=2, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
+            joint_attention_dim=20, timestep_channels=8, axes_dims_rope=(2, 2, 2, 2),
+        ),
+        "".join(
+            f"{original}.#.{first} = {name}.#.{second}\n"
+            for original, name in (
+                ("content_mode_blocks.image", "mode_blocks.image"), ("content_mode_blocks.image_cond", "mode_blocks.image_cond"),
+                ("txt_mode_blocks", "txt_mode_blocks"), ("single_blocks", "single_transformer_blocks"),
+            )
+            for first, second in (
+                ("q_proj", "attn.to_q"), ("k_proj", "attn.to_k"), ("v_proj", "attn.to_v"), ("attn_out", "attn.to_out.0"),
+                ("mlp_in", "ff.linear_in"), ("mlp_out", "ff.linear_out"),
+            )
+        ) + """
+        early_stream_modulations.txt.lin = early_stream_modulations.txt.linear
+        single_stream_modulations.image.lin = single_stream_modulations.image.linear
+        emb_in.image = x_embedders.image
+        emb_in.image_cond = x_embedders.image_cond
+        txt_in = context_embedder
+        time_in.in_layer = timestep_embedder.linear_1
+        final_layer.image.adaLN_modulation.1 = ~norm_out.linear
+        final_layer.image.linear = proj_out
+        """,
+    ),
     "chroma": Published(
         lambda: diffusers.ChromaTransformer2DModel(
             patch_size=1, in_channels=6, num_layers=2, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
@@ -289,6 +315,20 @@ FAMILIES: Final[dict[str, Published]] = {
         img_emb.proj.3 = condition_embedder.image_embedder.ff.net.2
         """,
         "head.modulation = scale_shift_table", pipeline="WanImageToVideoPipeline",
+    ),
+    "animate": Published(
+        lambda: diffusers.WanAnimateTransformer3DModel(
+            num_attention_heads=4, attention_head_dim=12, in_channels=12, latent_channels=4, out_channels=4, text_dim=20,
+            freq_dim=8, ffn_dim=40, num_layers=4, inject_face_latents_blocks=2, image_dim=16, added_kv_proj_dim=48,
+            motion_encoder_channel_sizes={"4": 8, "8": 8}, motion_encoder_size=8, motion_style_dim=8, motion_dim=4,
+            motion_encoder_dim=12, face_encoder_hidden_dim=16, face_encoder_num_heads=2, rope_max_seq_len=16,
+        ),
+        _WAN + """
+        pose_patch_embedding
+        face_adapter.fuser_blocks.#.linear1_q = face_adapter.#.to_q
+        face_adapter.fuser_blocks.#.linear1_kv = face_adapter.#.to_k, face_adapter.#.to_v
+        face_adapter.fuser_blocks.#.linear2 = face_adapter.#.to_out
+        """,
     ),
     "zimage": Published(
         lambda: diffusers.ZImageTransformer2DModel(

@@ -80,6 +80,6 @@ AURAFLOW: Final = Family(
     reads=(
         *COMFYUI_READS,
         Reads("comfyui", "transformer.", "diffusers"),
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
     ),
 )

@@ -62,7 +62,7 @@ COGVIDEOX: Final = Family(
     encoders={"text_encoder": ("t5xxl",)},
     reads=(
         *COMFYUI_READS,
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
     ),
     in_comfyui_since="0.33",
 )

@@ -42,5 +42,5 @@ COGVIEW4: Final = Family(
         proj_out
     """,
     kohya_naming="diffusers",
-    reads=(Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),),
+    reads=(Reads("diffusers", "transformer.", "diffusers", "A"),),
 )

@@ -117,7 +117,7 @@ COSMOS: Final = Family(
     encoders={"text_encoder": ("t5xxl", "qwen3_06b")},
     reads=(
         *COMFYUI_READS,
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
         Reads("diffusers", "diffusion_model.", "original", known=False),
     ),
 )

@@ -49,7 +49,7 @@ IDEOGRAM4: Final = Family(
     reads=(
         *COMFYUI_READS,
         Reads("diffusers", "diffusion_model.", "original", "A A+alpha down down+alpha", refuses=_OUTSIDE),
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
     ),
     in_comfyui_since="0.33",
 )

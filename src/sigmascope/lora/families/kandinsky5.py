@@ -69,7 +69,7 @@ KANDINSKY5: Final = Family(
         *COMFYUI_READS,
         Reads("comfyui", "", "diffusers"),
         Reads("comfyui", "transformer.", "diffusers"),
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
     ),
     in_comfyui_since="0.33",
 )

@@ -70,7 +70,7 @@ KREA2: Final = Family(
         Reads("comfyui", "", "diffusers"),
         Reads("diffusers", "diffusion_model.", "original", "A"),
         Reads("diffusers", "base_model.model.", "original", "A"),
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
     ),
     in_comfyui_since="0.33",
 )

@@ -113,9 +113,9 @@ LTX2: Final = Family(
     reads=(
         *COMFYUI_READS,
         Reads("comfyui", "", "original"),
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
-        Reads("diffusers", "diffusion_model.", "original", "A A+alpha", folds_alpha=False),
-        Reads("diffusers", "diffusion_model.", "diffusers", "A A+alpha", folds_alpha=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "diffusion_model.", "original", "A"),
+        Reads("diffusers", "diffusion_model.", "diffusers", "A"),
     ),
     in_comfyui_since="0.33",
 )

@@ -76,6 +76,6 @@ MOCHI: Final = Family(
     reads=(
         *COMFYUI_READS,
         Reads("comfyui", "", "original"),
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
     ),
 )

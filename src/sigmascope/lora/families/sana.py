@@ -69,5 +69,5 @@ SANA: Final = Family(
         final_layer.scale_shift_table = proj_out
     """,
     encoders={"text_encoder": ("gemma2_2b",)},
-    reads=(Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),),
+    reads=(Reads("diffusers", "transformer.", "diffusers", "A"),),
 )

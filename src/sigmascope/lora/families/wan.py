@@ -1,4 +1,4 @@
-"""WAN 2.1 and 2.2, and the variants that read a picture, a video (VACE) or sound as well."""
+"""WAN 2.1 and 2.2, and the variants that read a picture, a video (VACE), a face (Animate) or sound as well."""
 
 from typing import Final
 
@@ -28,6 +28,20 @@ _BLOCK_ROWS: Final = """
     LIST.#.ffn.2 = LIST.#.ffn.net.2
     LIST.#.modulation = LIST.#.scale_shift_table
 """
+_ANIMATE: Final = """
+    pose_patch_embedding
+    face_encoder.conv1_local.conv = face_encoder.conv1_local
+    face_encoder.conv2.conv = face_encoder.conv2
+    face_encoder.conv3.conv = face_encoder.conv3
+    face_encoder.out_proj
+    face_adapter.fuser_blocks.#.linear1_q = face_adapter.#.to_q
+    face_adapter.fuser_blocks.#.linear1_kv = face_adapter.#.to_k, face_adapter.#.to_v
+    face_adapter.fuser_blocks.#.linear2 = face_adapter.#.to_out
+"""
+_ANIMATE_NORMS: Final = """
+    face_adapter.fuser_blocks.#.q_norm = face_adapter.#.norm_q
+    face_adapter.fuser_blocks.#.k_norm = face_adapter.#.norm_k
+"""
 _VACE: Final = """
     vace_blocks.#.before_proj = vace_blocks.#.proj_in
     vace_blocks.#.after_proj = vace_blocks.#.proj_out
@@ -49,6 +63,7 @@ WAN: Final = Family(
     widths=(1536, 3072, 5120),
     layers="".join(_BLOCK_ROWS.replace("LIST", name) for name in ("blocks", "vace_blocks"))
     + _VACE
+    + _ANIMATE
     + """
         patch_embedding
         text_embedding.0 = condition_embedder.text_embedder.linear_1
@@ -63,11 +78,14 @@ WAN: Final = Family(
         head.head = proj_out
         head.modulation = scale_shift_table
     """,
+    vectors=_ANIMATE_NORMS,
     variant=r"(?:audio_injector|casual_audio_encoder|frame_packer|cond_encoder|trainable_cond_mask).*|.*(?:before_proj|after_proj)",
     twin="vace_",
     blocks="""
         patch_embedding
         vace_patch_embedding
+        pose_patch_embedding
+        face_encoder
         text_embedding
         condition_embedder.text_embedder = text_embedding
         img_emb
@@ -78,6 +96,8 @@ WAN: Final = Family(
         condition_embedder.time_proj = time_projection
         vace_blocks.#
         blocks.#
+        face_adapter.fuser_blocks.# = face_adapter
+        face_adapter.#
         proj_out
         scale_shift_table = proj_out
         head = proj_out
@@ -94,7 +114,13 @@ WAN: Final = Family(
             refuses=_OUTSIDE,
             whole_blocks=(_BLOCK, f"{_BLOCK} cross_attn.k_img cross_attn.v_img"),
         ),
-        Reads("diffusers", "diffusion_model.", "original", "A down", refuses=r"patch_embedding|vace_.*"),
+        Reads(
+            "diffusers",
+            "diffusion_model.",
+            "original",
+            "A down",
+            refuses=r"patch_embedding|vace_.*|pose_.*|face_.*",
+        ),
         Reads("diffusers", "diffusion_model.", "original", "A+alpha down+alpha", refuses=_OUTSIDE),
         Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
     ),
