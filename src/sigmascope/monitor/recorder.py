@@ -236,6 +236,7 @@ class Recorder:
         )
         if innermost is None or outermost is None:
             return live
+        planned = innermost.planned_steps
         memory = outermost.peak_so_far()
         device = None if memory is None else memory.busiest_device()
         return replace(
@@ -243,7 +244,7 @@ class Recorder:
             stage=path_in_words(innermost.path),
             stage_seconds=max(0.0, (now_ns - innermost.started_ns) / 1e9),
             steps=len(innermost.columns),
-            planned=_planned_steps(outermost),
+            planned=_planned_steps(outermost) if planned is None else planned,
             step_seconds=innermost.columns.last_seconds(MOST_STEPS),
             peak_bytes=None
             if memory is None
@@ -641,6 +642,10 @@ class LiveStage:
         It must be fast and raise nothing.
         """
         self._scope.step_listener = listener
+
+    def plan_steps(self, number: int) -> None:
+        """Say how many steps it will have, for who looks while it runs."""
+        self._scope.planned_steps = number
 
     def take_in_others(self) -> None:
         """Let stages that other recorders with the same clock open in this one lie in it too, from now on."""

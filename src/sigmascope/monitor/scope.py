@@ -99,6 +99,7 @@ class Scope:
         path: Its name with those of the stages around it, such as "generation/denoising".
         thread_id: Of the thread that opened it.
         in_step: Whether a step of it runs now.
+        planned_steps: How many steps it will have; None: nobody said.
     """
 
     def __init__(self, name: str, instruments: "Instruments") -> None:
@@ -108,6 +109,7 @@ class Scope:
         self.path = name  # until it is opened
         self.thread_id = 0
         self.in_step = False
+        self.planned_steps: int | None = None
         self._step_cpu_ns = 0
         self.was_opened = False
         self.started_ns = 0

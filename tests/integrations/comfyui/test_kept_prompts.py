@@ -1,12 +1,16 @@
 """Prompts of ComfyUI go to the store of runs, beside their files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integrations.comfyui.conftest import Watch
+from tests.integrations.comfyui.host import Host, Node, latent
 
+from sigmascope.history import live
 from sigmascope.history.keeper import finish
+from sigmascope.history.live import Announcer, LiveRun, live_runs
 from sigmascope.history.store import open_store
 from sigmascope.monitor.publishing import Published
 from sigmascope.reports.measurements import measured
@@ -27,6 +31,94 @@ def test_a_prompt_is_kept_with_what_it_ran(watch: Watch, store_file: Path) -> No
     assert (row.source, row.row.outcome, row.row.steps) == ("comfyui", "ok", 3)
     assert (row.row.pipeline or "").startswith("ComfyUI ")
     assert row.row.model == "flux.safetensors"
+
+
+@pytest.fixture
+def announcer(store_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Announcer]:
+    """What tells of this process's runs, here and now and not once a second."""
+    monkeypatch.setattr(live, "SECONDS", 3600.0)
+    made = Announcer()
+    monkeypatch.setattr(live, "_announcer", made)
+    yield made
+    made.end()
+
+
+def test_a_prompt_in_progress_is_seen_from_outside(
+    host: Host, watch: Watch, announcer: Announcer, store_file: Path
+) -> None:
+    seen: list[LiveRun] = []
+
+    def look() -> None:
+        announcer.tell()
+        seen.extend(live_runs(f"sqlite:///{store_file}"))
+
+    def sample(latent_image: Any, steps: int, **_: Any) -> Any:
+        for _pass in range(2):  # a list of latents is sampled one after the other
+            host.module("comfy.model_management").load_models_gpu([])
+            host.step_through(steps)
+            look()
+        return (latent(),)
+
+    host.nodes["Sampler"] = Node(("LATENT",), sample)
+    run = watch().run(GRAPH)
+    first, second = seen
+    assert (first.id, first.name, first.stage) == (run.id, run.name, "generation/Sampler")
+    assert (first.steps, first.planned) == (3, 3)
+    assert (second.steps, second.planned) == (6, 6)
+    assert len(second.step_seconds) == 6
+    look()
+    assert len(seen) == 2  # it is over
+
+
+def test_how_many_steps_are_to_come_is_told_from_the_first_one_on(
+    host: Host, watch: Watch, announcer: Announcer, store_file: Path
+) -> None:
+    planned: list[tuple[int, int | None]] = []
+
+    def sample(latent_image: Any, steps: int, **_: Any) -> Any:
+        bar = host.module("comfy.utils").ProgressBar(steps)
+        for step in range(steps):
+            bar.update_absolute(step + 1, steps)
+            announcer.tell()
+            [told] = live_runs(f"sqlite:///{store_file}")
+            planned.append((told.steps, told.planned))
+        return (latent(),)
+
+    host.nodes["Sampler"] = Node(("LATENT",), sample)
+    watch().run(GRAPH)
+    assert planned == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_prompt_that_is_not_kept_is_not_told_of(
+    host: Host, watch: Watch, announcer: Announcer, store_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIGMASCOPE_KEEP", "0")
+
+    def look() -> Any:
+        announcer.tell()
+        return (latent(0.0),)
+
+    host.nodes["Empty"] = Node(("LATENT",), look)
+    watch().run(GRAPH)
+    assert live_runs(f"sqlite:///{store_file}") == []
+    assert not store_file.with_suffix(".live").exists()
+
+
+def test_a_watch_that_ends_in_a_prompt_tells_of_it_no_longer(
+    host: Host, watch: Watch, announcer: Announcer, store_file: Path
+) -> None:
+    watched = watch()
+
+    def end() -> Any:
+        announcer.tell()
+        assert len(live_runs(f"sqlite:///{store_file}")) == 1
+        watched.session.stop()
+        return (latent(0.0),)
+
+    host.nodes["Empty"] = Node(("LATENT",), end)
+    host.prompt(GRAPH, "prompt-1")
+    announcer.tell()
+    assert live_runs(f"sqlite:///{store_file}") == []
 
 
 def test_a_prompt_is_handed_over_to_be_exported(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,45 @@ def test_sampling_steps_and_settings_are_recorded(watch: Watch) -> None:
     assert sampler.facts["sampling"] == {**told, "latent": [1, 4, 8, 8], "unavailable": {}}
 
 
+def moved(host: Host, watch: Watch, bar: tuple[int | str, ...]) -> Run:
+    """The record of a sampler that moves its bar of three steps so, and loads its model where that is said."""
+
+    def sample(latent_image: Any, **_: Any) -> Any:
+        moves = host.module("comfy.utils").ProgressBar(3)
+        for value in bar:
+            if value == "load":
+                host.module("comfy.model_management").load_models_gpu([])
+            else:
+                moves.update_absolute(value, 3)
+        return (latent(),)
+
+    host.nodes["Sampler"] = Node(("LATENT",), sample)
+    return watch().run(GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("bar", "counted"),
+    [
+        ((1, 2, 3, "load", 1, 2, 3), 6),  # a list of two latents, each sampled for itself
+        ((0, 1, 2, 3), 3),  # the bar is put at its beginning first
+        ((1, 1, 2, 2, 3, 3), 3),  # each place is told twice, as for a picture that comes after it
+        (("load", 1, 2, 3, 0, 1, 2, 3), 6),
+    ],
+)
+def test_each_step_is_counted_once_however_the_bar_is_moved(
+    host: Host, watch: Watch, bar: tuple[int | str, ...], counted: int
+) -> None:
+    sampler = nodes(moved(host, watch, bar))["3"]
+    assert len(sampler.steps) == counted
+    assert "steps" not in sampler.unavailable
+
+
+def test_a_step_whose_beginning_was_not_seen_is_left_out_with_the_reason(host: Host, watch: Watch) -> None:
+    sampler = nodes(moved(host, watch, (1, 2, 3, 1, 2, 3)))["3"]
+    assert len(sampler.steps) == 5
+    assert "began was not seen" in sampler.unavailable["steps"]
+
+
 def test_steps_that_comfyui_leaves_out_are_missing_with_a_reason_where_bars_are_not_heard(
     watch: Watch, host: Host
 ) -> None:

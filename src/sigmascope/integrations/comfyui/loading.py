@@ -68,8 +68,10 @@ class Loading(Instrument):
                 "error": error and type(error).__name__,
             },
         )
-        if node.is_sampler and node.seen_steps == 0:
-            prompt.step_begins(node)  # what loading took is not the first step's
+        if node.is_sampler and (node.seen_steps == 0 or not node.is_in_step):
+            prompt.step_begins(
+                node
+            )  # what loading took is not the step's: each latent of a list is sampled anew
 
 
 def _on_devices() -> dict[int, _OnDevice]:

@@ -41,6 +41,7 @@ FACTS: Final = frozenset(
 NodeState = Literal["run", "cached", "error", "interrupted", "not run"]
 T = TypeVar("T")
 _SEVERAL_AT_ONCE: Final = "ComfyUI told of several steps at once: some steps are the sum of several"
+_NO_BEGINNING: Final = "where a step began was not seen: it is left out"
 _NO_END: Final = "no end of the node was seen"
 _DEEPEST: Final = 20
 """Nodes that expand within each other, as loops do, lie in each other so deep at most; deeper ones lie side by side."""
@@ -195,13 +196,22 @@ class PromptRecording:
             self._step_ended(node, value, maximum)
 
     def _step_ended(self, node: NodeWatch, value: int | float, maximum: int | float) -> None:
-        if value > node.last_tick + 1:
+        if value < 1:  # the bar was put at its beginning
+            node.last_tick = value
+            self.step_begins(node)
+            return
+        if value == node.last_tick and (node.is_in_step or maximum > 1):  # told again
+            return
+        if value > 1 + (node.last_tick if value > node.last_tick else 0):
             node.stage.missing("steps", _SEVERAL_AT_ONCE)
+        elif not node.is_in_step:
+            node.stage.missing("steps", _NO_BEGINNING)
         node.last_tick = value
         if node.is_in_step and node.step is not None:
             node.is_in_step = False
             node.context.run(node.step.__exit__, None, None, None)
             node.seen_steps += 1
+        node.stage.plan_steps(node.seen_steps + max(0, int(maximum - value)))
         if value < maximum:
             self.step_begins(node)
 

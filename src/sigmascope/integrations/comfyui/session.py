@@ -25,6 +25,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.errors import WriteError
 from sigmascope.files import atomic_path
 from sigmascope.history.keeper import finish, keep
+from sigmascope.history.live import announce, withdraw
 from sigmascope.integrations.comfyui.instruments import Instrument, InstrumentStatus, kinds
 from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.integrations.comfyui.recording import COMFYUI, PromptRecording
@@ -92,6 +93,7 @@ class Session:
         self.last: deque[Run] = deque(maxlen=_LAST_IN_MEMORY)
         self._guard = Guard(keeps_words=privacy_of(privacy).keeps_words)
         self._running: dict[str, PromptRecording] = {}
+        self._live: dict[str, int | None] = {}
         self._over: deque[tuple[PromptRecording, int]] = deque()
         self._earlier = Earlier()
         self._remembers = False
@@ -142,6 +144,8 @@ class Session:
         self.finish()
         prompt = PromptRecording(prompt_id, graph if isinstance(graph, Mapping) else {}, self.privacy)
         self._running[prompt_id] = prompt
+        if self._keeps:
+            self._live[prompt_id] = announce(prompt.recorder.progress)
         prompt.until_the_end(_COSTS, self._costs)
         for instrument in self.instruments:
             instrument.attempt(instrument.at_the_beginning)
@@ -149,6 +153,8 @@ class Session:
     def abandon(self) -> None:
         """The prompts that run are not recorded to their ends."""
         self._running.clear()
+        for prompt_id in tuple(self._live):
+            withdraw(self._live.pop(prompt_id))
 
     def end(self, prompt_id: str, messages: Iterable[Any], error: BaseException | None) -> None:
         """A prompt is over. Its record is made by `finish`: now, if it ran within another, or if an error left ComfyUI.
@@ -161,6 +167,7 @@ class Session:
         prompt = self._running.pop(prompt_id, None)
         if prompt is None:
             return
+        withdraw(self._live.pop(prompt_id, None))
         for name, values in messages:
             if name == "execution_cached":
                 prompt.cached = frozenset(map(str, values.get("nodes", ())))
