@@ -216,6 +216,8 @@ class PlantedWatch:
         return float("nan")
 
     def run(self, act: str, faults: int) -> Any:
+        if sessions._session is not None:
+            LISTENERS[:] = sessions._session.listeners
         if act != "look":
             sessions.stop()
             while PLANTED:
@@ -227,6 +229,7 @@ class PlantedWatch:
                 PLANTED.append(planted)
                 planted.plant_before()
             session.start()
+            session.listeners += LISTENERS
             sessions._session = session
             if planted is not None:
                 planted.plant_after()
@@ -249,6 +252,8 @@ class PlantedWatch:
 
 
 PLANTED: list[Faults] = []
+LISTENERS: list[Any] = []
+"""What the loader let hear of the session's records, which the next session's are for, too."""
 
 NODE_CLASS_MAPPINGS = {
     kind.__name__: kind

@@ -150,6 +150,38 @@ def add_packs(base: Path, *names: str) -> None:
         shutil.copytree(packs() / name, base / "custom_nodes" / name)
 
 
+def add_beside(base: Path, folder: Path, *names: str, ours_first: bool) -> list[str]:
+    """Fill a base folder with our loader, and other packs that ComfyUI loads after it or before it.
+
+    ComfyUI reads a folder's packs in the order that the file system gives, and folders in the order of its settings.
+
+    Args:
+        base: Whose models it uses.
+        folder: The new one.
+        names: Of the packs.
+        ours_first: Whether our loader is loaded before them.
+
+    Returns:
+        Options for ComfyUI's command line.
+    """
+    (folder / "models").symlink_to(base / "models")
+    for name in ("input", "output"):
+        (folder / name).mkdir()
+    more = folder / "more"
+    add_nodes(folder if ours_first else more, "sigmascope")
+    add_packs(more if ours_first else folder, *names)
+    settings = folder / "more.yaml"
+    settings.write_text(f"more:\n  custom_nodes: {more / 'custom_nodes'}\n")
+    for place in ("__manager", "default/ComfyUI-Manager"):  # of its newer and older settings
+        (folder / "user" / place).mkdir(parents=True)
+        (folder / "user" / place / "config.ini").write_text("[default]\nnetwork_mode = offline\n")
+    return ["--extra-model-paths-config", str(settings)]
+
+
+NO_DOWNLOADS: Mapping[str, str] = {"PIP_NO_INDEX": "1", "UV_OFFLINE": "1"}
+"""Variables that keep ComfyUI-Manager from changing the Python that it runs in."""
+
+
 @contextmanager
 def serving(
     base: Path,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.comfy_shapes.checkout import VARIABLE, why_not
 from tests.integrations.comfyui.graphs import graph
-from tests.integrations.comfyui.server import Server, node, serving
+from tests.integrations.comfyui.server import NO_DOWNLOADS, Server, add_beside, node, serving
 
 import sigmascope
 from sigmascope.records.run import Run
@@ -66,13 +66,16 @@ def browser() -> Iterator[Any]:
 def server(base: Path) -> Iterator[Server]:
     loras = base / "models" / "loras"
     shutil.copy(loras / "other.safetensors", loras / f"{PAYLOAD}.safetensors")
-    settings = base / "user" / "default" / "comfy.settings.json"
-    settings.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text(
-        '{"Comfy.TutorialCompleted": true}'
-    )  # else the page begins with a dialog over everything
+    leave_out_the_tutorial(base)
     with serving(base, Path(str(FRONTEND))) as server:
         yield server
+
+
+def leave_out_the_tutorial(base: Path) -> None:
+    """Else the page begins with a dialog over everything."""
+    settings = base / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text('{"Comfy.TutorialCompleted": true}')
 
 
 class Page:
@@ -493,3 +496,19 @@ def test_another_origin_is_refused(server: Server, page: str) -> None:
         urllib.request.urlopen(request, timeout=20)
     with refused.value as answer:
         assert answer.code == 403
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_badges_are_there_beside_comfyui_manager(
+    ours_first: bool, base: Path, tmp_path: Path, open_page: Open
+) -> None:
+    options = add_beside(base, tmp_path, "ComfyUI-Manager", ours_first=ours_first)
+    leave_out_the_tutorial(tmp_path)
+    with serving(tmp_path, Path(str(FRONTEND)), options, **NO_DOWNLOADS) as server:
+        page = open_page(server)
+        page.load(graph(seed=13))
+        page.queue()
+        page.has_badges(7)
+        assert badge(page, "7").inner_text().startswith("✓")
+        assert page.page.evaluate("app.extensions.some(({ name }) => name === 'Comfy.ManagerMenu')")
+        open_tab(page).get_by_text("VAE Decode").first.wait_for()

@@ -35,7 +35,7 @@ def test_it_is_installed_seen_and_taken_away(comfyui: Path) -> None:
     run("install", str(comfyui))
     run("install", str(comfyui))
     (pack,) = (comfyui / "custom_nodes").iterdir()
-    assert {file.name for file in pack.iterdir()} == {"__init__.py", "pyproject.toml"}
+    assert {file.name for file in pack.iterdir()} == {"__init__.py", "pyproject.toml", "requirements.txt"}
     (pack / "__pycache__").mkdir()
     known = json.loads(run("status", str(comfyui), "--json"))
     assert (known["installed"], known["comfyui"], known["records"]) == (True, "0.99.1", [])

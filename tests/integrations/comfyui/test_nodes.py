@@ -12,6 +12,7 @@ from tests.integrations.comfyui.host import Host, Interrupted, Node, latent
 
 from sigmascope.integrations.comfyui.lora import use_of
 from sigmascope.integrations.comfyui.one_line import line_of
+from sigmascope.integrations.comfyui.recording import PromptRecording
 from sigmascope.records.run import Run, Stage
 
 SETTINGS = {"sampler_name": "euler", "scheduler": "normal", "steps": 3, "cfg": 5.0, "seed": 7, "denoise": 0.5}
@@ -339,3 +340,12 @@ def test_two_servers_tasks_do_not_see_our_stages(watch: Watch, host: Host) -> No
     watch().run(with_node("Look"))
     assert seen == [None]
     assert asyncio.run(asyncio.sleep(0, current_recorder())) is None
+
+
+def test_a_prompt_s_wait_ends_where_its_record_begins() -> None:
+    prompt = PromptRecording("prompt-1", {})
+    prompt.end()
+    (generation,) = prompt.run().stages
+    begun_ns = prompt._stage.started_ns - prompt.started_ns
+    assert generation.started_seconds == pytest.approx(begun_ns / 1e9, abs=1e-9)
+    assert begun_ns > 0

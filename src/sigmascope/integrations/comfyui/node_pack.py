@@ -44,7 +44,11 @@ PublisherId = "sigmascope"
 DisplayName = "Sigmascope"
 """
 _NO_SOURCE: Final = "ComfyUI's source is not in this folder"
-_FILES: Final = {"__init__.py": _LOADER, "pyproject.toml": _DESCRIPTION}
+_FILES: Final = {
+    "__init__.py": _LOADER,
+    "pyproject.toml": _DESCRIPTION,
+    "requirements.txt": f"{_MARK}\nsigmascope\n",  # ComfyUI-Manager installs what is here, not what the description says
+}
 
 
 class PartStatus(TypedDict):

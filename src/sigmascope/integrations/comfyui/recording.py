@@ -96,6 +96,7 @@ class PromptRecording:
         dynprompt: ComfyUI's own view of the graph, with expanded nodes; None: not seen.
         nodes: Those that ran, in the order of their starts.
         facts: What instruments say of the prompt as a whole.
+        started_ns: When it began to run, on `time.perf_counter_ns`.
         lock: Held while a node or step begins or ends: nodes may move their bars on threads of their own.
     """
 
@@ -111,6 +112,8 @@ class PromptRecording:
             clock=time.perf_counter_ns,
             step_memory=False,  # a third of what a step costs; the thread that samples looks ten times a second
         )
+        self.started_ns = self.recorder.clock()
+        self.recorder.begin_at(self.started_ns)
         self._context = Context()
         self._context.run(self.recorder.__enter__)
         self._stage = self.recorder.stage("generation")
@@ -124,11 +127,6 @@ class PromptRecording:
             self._until_the_end[name] = make()
         kept: T = self._until_the_end[name]
         return kept
-
-    @property
-    def started_ns(self) -> int:
-        """When it began to run, on `time.perf_counter_ns`."""
-        return self._stage.started_ns
 
     def info(self, node_id: str) -> Mapping[str, Any]:
         """What the graph says of a node, expanded ones included; empty: nothing."""
