@@ -178,10 +178,6 @@ def add_beside(base: Path, folder: Path, *names: str, ours_first: bool) -> list[
     return ["--extra-model-paths-config", str(settings)]
 
 
-NO_DOWNLOADS: Mapping[str, str] = {"PIP_NO_INDEX": "1", "UV_OFFLINE": "1"}
-"""Variables that keep ComfyUI-Manager from changing the Python that it runs in."""
-
-
 @contextmanager
 def serving(
     base: Path,
@@ -213,6 +209,8 @@ def serving(
     told: Mapping[str, str] = {
         "SIGMASCOPE_COMFYUI_RECORDS": str(records),
         "HF_HUB_OFFLINE": "1",
+        "PIP_NO_INDEX": "1",  # ComfyUI-Manager would install what it misses into this Python
+        "UV_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(FOUND_IN), *([str(Path(site, "site"))] if site else [])]),
         **variables,
     }

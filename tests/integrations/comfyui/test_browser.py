@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.comfy_shapes.checkout import VARIABLE, why_not
 from tests.integrations.comfyui.graphs import graph
-from tests.integrations.comfyui.server import NO_DOWNLOADS, Server, add_beside, node, serving
+from tests.integrations.comfyui.server import Server, add_beside, node, serving
 
 import sigmascope
 from sigmascope.records.run import Run
@@ -504,7 +504,7 @@ def test_badges_are_there_beside_comfyui_manager(
 ) -> None:
     options = add_beside(base, tmp_path, "ComfyUI-Manager", ours_first=ours_first)
     leave_out_the_tutorial(tmp_path)
-    with serving(tmp_path, Path(str(FRONTEND)), options, **NO_DOWNLOADS) as server:
+    with serving(tmp_path, Path(str(FRONTEND)), options) as server:
         page = open_page(server)
         page.load(graph(seed=13))
         page.queue()

@@ -10,7 +10,6 @@ import pytest
 from tests.comfy_shapes.checkout import VARIABLE
 from tests.integrations.comfyui.graphs import graph
 from tests.integrations.comfyui.server import (
-    NO_DOWNLOADS,
     Server,
     add_beside,
     node,
@@ -53,7 +52,7 @@ def test_beside_other_packs_of_nodes_the_watch_works_and_so_do_they(
     options = add_beside(
         base, tmp_path, "ComfyUI-Crystools", "ComfyUI-KJNodes", "ComfyUI-Manager", ours_first=ours_first
     )
-    with serving(tmp_path, options=options, **NO_DOWNLOADS) as server:
+    with serving(tmp_path, options=options) as server:
         run = server.run(graph(seed=3))
         kinds = server.ask("/object_info")
         packs_of_manager = server.ask("/customnode/installed")
@@ -98,7 +97,7 @@ print(json.dumps([cnr.read_cnr_info(arguments[3]), wanted]))
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": site, **NO_DOWNLOADS},
+        env={**os.environ, "PYTHONPATH": site},
     )
     known, installed = json.loads(told.stdout.splitlines()[-1])
     assert known == {"id": "sigmascope", "version": __version__, "url": None}

@@ -41,9 +41,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "ideogram4": (
         "ideogram4.model",
-        "Ideogram4Transformer",
+        "Ideogram4Transformer2DModel",
         {
-            "emb_dim": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 40, "adaln_dim": 12, "in_channels": 4,
+            "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "intermediate_size": 40, "adaln_dim": 12, "in_channels": 4,
             "llm_features_dim": 24, "rope_theta": 5e6, "mrope_section": [2, 1, 1], "norm_eps": 1e-5,
         },
     ),
