@@ -345,7 +345,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_not_seen": VerdictRow(
         "warning",
         "Whether the LoRA acts is unknown, because {why}.",
-        "Take the baseline before you apply the LoRA, while the weights are in memory.",
+        "Take the baseline before you apply the LoRA, while the weights are in memory. Trace or export a model with its "
+        "LoRA on it, and anew for another.",
     ),
 }
 """Every reason, by the finding's id. Reasons of single modules stand in the order in which findings name them."""

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from math import sqrt
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchType, Standing
@@ -75,29 +76,71 @@ def _patches(model: object) -> Iterator[AppliedPatch]:
         layers.setdefault(name, []).insert(0, module)  # the innermost acts first
     counts: dict[str, int] = {}
     bypassed = bypassed_layers(model) if layers else ()
+    rows = joined_weights(model)[0] if bypassed else {}
     for name, around in layers.items():
         is_bypassed = id(around[-1]) in bypassed
         for layer in around:
-            yield from _of_layer(name, layer, replace(adapter_states(layer), bypassed=is_bypassed), counts)
+            states = adapter_states(layer)
+            if is_bypassed:
+                is_inside = bool(states.merged) and _is_joined_as_it_is(bare(layer), rows)
+                states = replace(states, bypassed=not is_inside)
+            yield from _of_layer(name, layer, states, counts)
+
+
+def _is_joined_as_it_is(layer: nn.Module, rows: Mapping[int, Tensor]) -> bool:
+    """Whether the joined layer has a layer's weight as it is now, with what was merged into it.
+
+    An accelerator is not asked: it would be waited for.
+    """
+    both = ((tensor, rows.get(id(tensor))) for _, tensor in own_parameters(layer))
+    return all(joined is None or own.device.type != "cpu" or torch.equal(own, joined) for own, joined in both)
 
 
 def bypassed_layers(model: object) -> frozenset[int]:
     """By `id` the layers that a forward pass leaves out, since their attention has joined their weights into another."""
-    trees = (tree_of(root) for _, root in _roots(model))
-    attentions = (
-        own["_modules"]
-        for tree in trees
-        for module, own in zip(tree.modules, tree.own, strict=True)
-        if own.get("fused_projections") is True and _runs_joined(module, own.get("processor"))
-    )
     return frozenset(
-        id(layers[name])
-        for layers in attentions
-        for joined, names in _JOINED.items()
-        if layers.get(joined) is not None
-        for name in names
-        if layers.get(name) is not None
+        id(layer) for _, layers, is_run in _joined_projections(model) if is_run for layer in layers
     )
+
+
+def _joined_projections(model: object) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
+    """Each joined layer, the layers that it was made of with adapters around them, and whether it runs in their place."""
+    for _, root in _roots(model):
+        tree = tree_of(root)
+        places: list[int] = tree.derive("attentions that join", partial(_places_that_join, tree))
+        for place in places:
+            own = tree.own[place]
+            is_joined = own.get("fused_projections") is True
+            is_run = is_joined and _runs_joined(tree.modules[place], own.get("processor"))
+            layers = own["_modules"]
+            for joined, names in _JOINED.items():
+                parts = [layers[name] for name in names if layers.get(name) is not None]
+                if parts and layers.get(joined) is not None:
+                    yield layers[joined], parts, is_run
+
+
+def _places_that_join(tree: ModuleTree) -> list[int]:
+    return [place for place, module in enumerate(tree.modules) if hasattr(type(module), "fuse_projections")]
+
+
+def joined_weights(model: object) -> tuple[dict[int, Tensor], frozenset[int]]:
+    """What joined layers compute with: by the `id` of a weight or bias its rows of theirs; and the `id`s of theirs.
+
+    Older attentions keep joined layers that they run no more: of these the `id`s alone.
+    """
+    rows: dict[int, Tensor] = {}
+    joined: set[int] = set()
+    for layer, parts, is_run in _joined_projections(model):
+        for name, whole in own_parameters(layer):
+            own = [dict(own_parameters(bare(part))).get(name) for part in parts]
+            sizes = [tensor.shape[0] for tensor in own if tensor is not None]
+            if len(sizes) != len(parts) or sum(sizes) != whole.shape[0]:
+                continue
+            joined.add(id(whole))
+            if is_run:
+                pieces = torch.split(whole.detach(), sizes)
+                rows |= {id(tensor): piece for tensor, piece in zip(own, pieces, strict=True)}
+    return rows, frozenset(joined)
 
 
 def _runs_joined(attention: nn.Module, processor: object) -> bool:
@@ -123,7 +166,7 @@ class AdapterStates:
         active: Those that were set active, in the order in which they run; the layer need not have them all.
         merged: Those that are in the weight, in the order in which they were merged.
         disabled: Whether adapters are switched off.
-        bypassed: Whether the layer is not run; see `bypassed_layers`.
+        bypassed: Whether neither the layer nor what was merged into it is run; see `bypassed_layers`.
     """
 
     active: tuple[str, ...]
@@ -143,7 +186,7 @@ class AdapterStates:
 
         A DoRA of strength 0 still scales the weight to its own magnitudes.
         """
-        if adapter in self.merged:
+        if adapter in self.merged and not self.bypassed:
             if self.disabled:
                 return Standing("merged", UNMERGED_NEXT)
             return Standing("merged", "PEFT lists it among the merged adapters")

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from sigmascope.probes.comfyui_patcher import bypassed, is_comfyui, owner_of, patcher_of
 from sigmascope.probes.copies import copy_to_device
 from sigmascope.probes.models import children_of
-from sigmascope.probes.peft import adapter_states, adapters_of, bare, changes_of, wrapped
+from sigmascope.probes.peft import (
+    adapter_states,
+    adapters_of,
+    bare,
+    changes_of,
+    joined_weights,
+    wrapped,
+)
 from sigmascope.probes.reading import Reading, attempt, attribute, mapping, sequence
 from sigmascope.probes.tensors import why_unreadable
 
@@ -58,6 +65,7 @@ class UsedWeights:
         self._patcher = patcher_of(part) if is_comfyui(part) else None
         self._module = part
         self._bypasses = attempt(lambda: _bypasses(self._patcher)).value or {}
+        self._joined = attempt(lambda: joined_weights(part)[0]).value or {}
 
     def of(self, key: str) -> Reading[UsedWeight]:
         """The weight of a name that `AppliedPatch.key` has, or why it is not to be had. Never raises."""
@@ -73,11 +81,11 @@ class UsedWeights:
     def _of(self, key: str) -> Reading[UsedWeight]:
         if self._patcher is not None:
             return _in_comfyui(self._patcher, key, self._bypasses.get(key, ()))
-        return _in_module(self._module, key)
+        return _in_module(self._module, key, self._joined)
 
 
-def _in_module(model: object, key: str) -> Reading[UsedWeight]:
-    """Of PEFT's layers; one without any is as it is stored."""
+def _in_module(model: object, key: str, joined: Mapping[int, Tensor]) -> Reading[UsedWeight]:
+    """Of PEFT's layers; one without any is as it is stored, and one that was joined into another is what that has of it."""
     *path, name = key.split(".")
     layer: Any = model
     for part in path:
@@ -87,6 +95,9 @@ def _in_module(model: object, key: str) -> Reading[UsedWeight]:
     why = _why_not(weight)
     if why is not None:
         return Reading(None, why)
+    if id(weight) in joined:
+        rows = joined[id(weight)]
+        return Reading(UsedWeight(rows, rows, False))
     stored = used = _numbers(base, name, weight)
     around = []
     while (inner := wrapped(layer)) is not None:

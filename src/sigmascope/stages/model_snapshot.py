@@ -27,6 +27,7 @@ from sigmascope.probes.comfyui_patcher import (
 )
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.fingerprints import NO_SAMPLES, Fingerprint, Samples, begin_samples, fingerprints
+from sigmascope.probes.forward_passes import detour_of, graph_beside
 from sigmascope.probes.models import (
     ATTENTION_LAYERS,
     children_of,
@@ -36,7 +37,7 @@ from sigmascope.probes.models import (
     own_parameters,
 )
 from sigmascope.probes.module_tree import ModuleTree, tree_of
-from sigmascope.probes.peft import adapted_modules, read_adapters
+from sigmascope.probes.peft import adapted_modules, joined_weights, read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
 from sigmascope.stages.baseline import NO_WEIGHTS, most_common
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges, as_dict
@@ -97,6 +98,7 @@ class ModelSnapshot:
         fingerprints: Of the weights that were looked at, as they are without what ComfyUI merged into them.
         begun_samples: Of all weights that can be read, a thousand elements each.
         forwards: What stands before, in place of or behind the modules' own forward passes, and the module's name.
+        detours: By module, what a call of it runs in place of its layers; see `forward_passes`.
         classes: Of the modules, by name without adapters.
         fingerprint_seconds: What looking took; None if nothing was looked at.
         fingerprint_bytes: How much was looked at.
@@ -118,6 +120,7 @@ class ModelSnapshot:
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
     begun_samples: Pending[Samples] = NOT_SAMPLED
     forwards: frozenset[tuple[str, str]] = frozenset()
+    detours: Mapping[str, str] = field(default_factory=dict)
     classes: Mapping[str, type] = field(default_factory=dict)
     fingerprint_seconds: float | None = None
     fingerprint_bytes: int = 0
@@ -140,6 +143,11 @@ class ModelSnapshot:
     def keys(self) -> tuple[str, ...]:
         """Names of all tensors, adapters' included."""
         return (*self.weights, *self.adapter_keys)
+
+    def detour_of(self, key: str) -> str | None:
+        """Why a layer's weight may not be what a call computes with; None if nothing stands in its place."""
+        inside = (why for name, why in self.detours.items() if not name or key.startswith(f"{name}."))
+        return next(inside, None)
 
     def model(self) -> object:
         """The model, if it still lives."""
@@ -223,6 +231,7 @@ def take_snapshot(
         known,
         taken,
         attempt(lambda: frozenset(_forwards(parts.values(), modules))).value or frozenset(),
+        attempt(lambda: dict(_detours(parts, modules))).value or {},
         {name: type(module) for name, module in modules},
         seconds if contents else None,
         sum(wanted[name].nbytes for name in known),
@@ -297,6 +306,24 @@ def _forwards(parts: Iterable[object], modules: Iterable[tuple[str, nn.Module]])
         for around in (*hooks, *_replaced_forward(module, held.get("forward"), bypasses)):
             function = getattr(around, "func", around)
             yield name, getattr(function, "__qualname__", type(function).__name__)
+
+
+def _detours(
+    parts: Mapping[str, object], modules: Iterable[tuple[str, nn.Module]]
+) -> Iterator[tuple[str, str]]:
+    """What modules run in place of their layers, but for ComfyUI's bypasses, which are read."""
+    bypasses = {bypass for part in parts.values() for bypass in bypasses_of(part)}
+    for name, module in modules:
+        forward = vars(module).get("forward")
+        if forward is not None and [*_replaced_forward(module, forward, bypasses)]:
+            why = detour_of(module)
+            if why is not None:
+                yield name, f"the forward pass of {name or 'the model'} is {why}"
+    for prefix, part in parts.items():
+        whole = module_of(part)
+        why = None if whole is None else graph_beside(whole)
+        if why is not None:
+            yield prefix.rstrip("."), f"{why}, and which of the two runs is not known"
 
 
 def _replaced_forward(module: nn.Module, forward: object, bypasses: Collection[int]) -> Iterator[object]:
@@ -434,7 +461,7 @@ def weights_in(model: object, model_type: str) -> Weights:
     """All weights of what a host calls its UNet or CLIP. No hook or method of the modules is called.
 
     Parameters and those buffers that a state dict has, under dotted names; each name once, also where several
-    are one tensor.
+    are one tensor. What joined projections run (`fuse_qkv_projections`) goes by the names of those that they were joined of.
     """
     base: dict[str, Tensor] = {}
     adapters: dict[str, Tensor] = {}
@@ -444,12 +471,15 @@ def weights_in(model: object, model_type: str) -> Weights:
         module = module_of(part)
         kept |= {prefix + name: weight for name, weight in kept_weights(part).items()}
         named = _namer(module)
+        rows, joined = joined_weights(module)
         for place, tensor in () if module is None else _tensors_in(module):
+            if id(tensor) in joined:
+                continue
             if place.in_adapter:
                 adapters[prefix + place.path] = tensor
                 continue
             name = prefix + named(place.name)
-            base[name] = tensor
+            base[name] = rows.get(id(tensor), tensor)
             if place.wrapped:
                 wrapped.add(name)
     return Weights(base, adapters, frozenset(wrapped), kept)

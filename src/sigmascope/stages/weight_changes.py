@@ -62,6 +62,10 @@ class BeforeAndAfter:
     held: Weights = field(default_factory=lambda: Weights({}, {}))
     kept: Reading[KeptPatches] = field(default_factory=lambda: Reading(KeptPatches()))
 
+    def detour_of(self, key: str) -> str | None:
+        """Why a weight may not be what its layer computed or computes with; None if nothing stood in its place."""
+        return self.after.detour_of(key) or self.before.detour_of(key)
+
     def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The elements that were taken of each weight at both moments, where its content is another now."""
         is_changed = changes_of_content(self.before, self.after)
@@ -230,6 +234,10 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
         verdicts[key] = replace(verdicts[key], arrival=arrival)
     for key in scales.keys() & verdicts.keys():
         verdicts[key] = in_numbers(verdicts[key], scales[key])
+    if looks.before.detours or looks.after.detours:
+        for key, verdict in verdicts.items():
+            if (why := looks.detour_of(key)) is not None:
+                verdicts[key] = replace(verdict, is_effective=None, unread=why)
     for key, verdict in verdicts.items():
         is_told = verdict.is_effective is not False or verdict.unread or verdict.is_as_predicted is False
         if evidence[key].content_changed or is_told:

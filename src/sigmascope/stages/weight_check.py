@@ -167,6 +167,9 @@ class _Layer:
 
     def compared(self) -> Reading[tuple[_Compared, Tensor]]:
         """The numbers of the comparison, where the weight is."""
+        detour = self.looks.detour_of(self.key)
+        if detour is not None:
+            return Reading(None, detour)
         kept = self.looks.held.kept.get(self.key)
         acting = sort_patches(self.now).acting
         unused = (p for p in self.now if p.cause == "bypassed" or (p in acting and p.state == "registered"))

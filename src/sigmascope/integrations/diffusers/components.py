@@ -261,6 +261,8 @@ LORA_METHODS: Final = (
     "disable_lora",
     "delete_adapters",
 )
+_JOINS: Final = ("fuse_qkv_projections", "unfuse_qkv_projections")
+"""With these, attentions begin or cease to run copies of their weights without the adapters on them."""
 _WRITES: Final = ("fuse_lora", "unfuse_lora")
 """Of these, what PEFT does through `weight.data`."""
 _MODEL_METHODS: Final = (
@@ -284,7 +286,9 @@ _MOST_BYTES_READ: Final = 2**30
 
 
 class LoraObserver(Observer):
-    """A stage for each of `LORA_METHODS`, and for each adapter that PEFT injects, with what it did to the models."""
+    """A stage for each of `LORA_METHODS`, for each adapter that PEFT injects, and for each joining of projections that have
+    one, with what it did to the models.
+    """
 
     name: ClassVar[str] = "lora"
 
@@ -303,7 +307,7 @@ class LoraObserver(Observer):
     def attach_class(self, kind: type) -> None:
         """Hear the methods of pipelines."""
         if not hasattr(kind, "_call_impl"):
-            for method in LORA_METHODS:
+            for method in (*LORA_METHODS, *_JOINS):
                 self.hook_class(kind, method, functools.partial(self._before, method))
 
     def attach(self, parts: WatchedParts) -> None:
@@ -313,7 +317,7 @@ class LoraObserver(Observer):
         models = [(model, role) for role, part in known for model in _taking_adapters(part)]
         for model, role in models:
             self._models.put(unwrap(model) or model, role)
-            for method in (*_MODEL_METHODS, *LORA_METHODS):
+            for method in (*_MODEL_METHODS, *LORA_METHODS, *_JOINS):
                 self.hook_method(model, method, functools.partial(self._before, method))
 
     def _before_injection(self, _tuner: object, args: Arguments, kwargs: Keywords) -> After | None:
@@ -324,6 +328,10 @@ class LoraObserver(Observer):
         is_model = isinstance(target, nn.Module)
         stack = self.session.stack_here(None if is_model else target)
         if stack is None or stack.is_in(LORA_STAGE):
+            return None
+        if method in _JOINS and not any(
+            (self.guard.read("watch.lora", lambda: adapters_in(target)) or {}).values()
+        ):
             return None
         was_denoising = stack.denoising is not None
         if stack.pipeline_id is None and was_denoising:

@@ -17,6 +17,7 @@ from sigmascope.integrations.diffusers.recipe import Content, attached_loras, lo
 from sigmascope.integrations.diffusers.watch_session import LoraChange
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
+from sigmascope.probes.forward_passes import detour_of
 from sigmascope.probes.model_fingerprints import told
 from sigmascope.probes.peft import read_adapters
 from sigmascope.probes.reading import attempt
@@ -195,6 +196,9 @@ def begin_idle_lora_findings(
     active = {name: lora for name, lora in loras.items() if lora["active"]}
     left_out = {name: lora for name, lora in active.items() if seen.is_left_out(component_of(name))}
     running = {name: lora for name, lora in active.items() if name not in left_out}
+    detour = _detour_in(pipeline, running)
+    if detour is not None:
+        return Pending(lambda: [_not_seen(detour)])
     scaled = next((name for name, scale in lora_scales(seen.arguments).items() if scale == 0), None)
     if running and scaled is None and not _is_to_be_looked_at(running):
         return Pending(list)
@@ -232,6 +236,22 @@ def begin_idle_lora_findings(
         return [asdict(finding) for finding in idle_findings(idle)]
 
     return Pending(tell, [begun for begun in (runs, waits) if begun is not None])
+
+
+def _detour_in(pipeline: object, running: Loras) -> str | None:
+    """What a component of these LoRAs runs in place of its layers; None: all run them."""
+    parts = models_in(pipeline) if running else {}
+    for name in dict.fromkeys(map(component_of, running)):
+        why = detour_of(parts[name]) if name in parts else None
+        if why is not None:
+            return f"the forward pass of {name} is {why}"
+    return None
+
+
+def _not_seen(why: str) -> dict[str, Any]:
+    from sigmascope.lora.verdict import verdict_finding
+
+    return asdict(verdict_finding("lora_not_seen", {}, why=why))
 
 
 def _begin_idle_at_work(

@@ -238,3 +238,27 @@ def test_a_change_between_the_steps_of_an_own_loop_is_told_and_one_after_it_is_n
     assert ("lora_changed_in_call" in told(run)) is (step == 2)
     (stage,) = (stage for stage in run.walk() if stage.name == "lora_application")
     assert stage.facts.get("after_step") == (2 if step == 2 else None)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("replaced", [False, True])
+def test_of_a_call_of_a_traced_denoiser_nobody_knows_whether_its_lora_acts(replaced: bool) -> None:
+    pipeline = make_pipeline("sd15")
+    unet = pipeline.unet
+    bare = generate(pipeline, "sd15")
+    inputs = (
+        torch.zeros(2, 4, 8, 8),
+        torch.tensor(1),
+        torch.zeros(2, 77, unet.config.cross_attention_dim),
+    )
+    trace: Any = torch.jit.trace
+    traced = trace(lambda *given: unet(*given, return_dict=False)[0], inputs, check_trace=False)
+    if replaced:
+        unet.forward = lambda sample, timestep, encoder_hidden_states, **_: (
+            traced(sample, timestep, encoder_hidden_states),
+        )
+    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3))
+    with sigmascope.watch(pipeline) as watching:
+        picture = generate(pipeline, "sd15")
+    assert torch.equal(picture, bare) is replaced
+    assert told(watching.record()) == ({"lora_not_seen"} if replaced else set())

@@ -1,0 +1,147 @@
+"""What stands in place of a module's forward pass, and whether it still runs the module's layers (`detour_of`).
+
+Hosts and scripts put functions there: Accelerate's and diffusers' hooks, caches, or a graph that was traced or exported
+once. Most go on to the module. A graph does not: it computes with what it was made with, and knows of no layer or adapter
+that came later. So the function is followed through what it holds (arguments bound to it, variables that it closes over,
+globals that it names), without calling anything.
+"""
+
+import dis
+import functools
+import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope.probes.models import components_of
+from sigmascope.probes.module_tree import tree_of
+from sigmascope.probes.reading import attempt, attribute
+
+_MOST_FOLLOWED: Final = 500
+"""Objects: a wrapper holds what it wraps a few steps away."""
+_GRAPH_CLASSES: Final = frozenset({"GraphModule", "ExportedProgram", "InferenceSession", "AOTCompiledModel"})
+"""Of torch.fx and torch.export, of ONNX Runtime and of compilation ahead of time."""
+_COMPILED_ANEW: Final = "_torchdynamo_orig_callable"
+"""What torch.compile made it of: it is compiled anew once a layer changed."""
+
+
+def detour_of(module: nn.Module) -> str | None:
+    """What a call of a module runs in place of its layers, in words, or None: it runs them.
+
+    Never raises, calls nothing. A function that leads neither to the module nor to a graph is a detour too.
+    """
+    forward = vars(module).get("forward")
+    if forward is None:
+        return None
+    found = attempt(lambda: _followed(forward, module))
+    return found.reason if found.value is None else found.value or None
+
+
+def graph_beside(model: nn.Module) -> str | None:
+    """The class of a graph inside of a model that has weights of its other layers, in words, or None.
+
+    So is a wrapper that keeps a model and what it was traced to.
+    """
+    tree = tree_of(model)
+    graphs = tree.derive("graphs", lambda: [i for i, part in enumerate(tree.modules) if _is_graph(part)])
+    if not graphs or graphs[0] == 0:
+        return None
+    starts = [f"{tree.names[index]}." for index in graphs]
+    outside = {
+        tensor.data_ptr()
+        for name, own in zip(tree.names, tree.own, strict=True)
+        if not f"{name}.".startswith((*starts,))
+        for tensor in (own.get("_parameters") or {}).values()
+        if isinstance(tensor, Tensor) and not tensor.is_meta
+    }
+    for index in graphs:
+        graph = tree.modules[index]
+        inside = attempt(lambda graph=graph: {tensor.data_ptr() for tensor in graph.parameters()})  # type: ignore[misc]
+        if (inside.value or set()) & outside - {0}:
+            return f"{_called(graph)} beside its layers has the same weights"
+    return None
+
+
+def _followed(forward: object, module: nn.Module) -> str:
+    """What a function leads to instead; "" if that is the module."""
+    own = vars(type(module)).get("forward") or attribute(type(module), "forward")
+    waiting: deque[Any] = deque([forward])
+    kept: list[Any] = []
+    seen: set[int] = set()
+    leads = False
+    while waiting and len(seen) < _MOST_FOLLOWED:
+        thing = waiting.popleft()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        kept.append(thing)  # so that no other gets its id
+        if _is_graph(thing):
+            return f"{_called(thing)}, which computes with what it was made with"
+        if thing is module or thing is own:
+            leads = True
+        elif isinstance(thing, nn.Module):
+            tree = tree_of(thing)
+            graph = next((part for part in tree.modules if _is_graph(part)), None)
+            if graph is not None:
+                return f"{_called(graph)}, which computes with what it was made with"
+            leads = leads or any(part is module for part in tree.modules)
+        elif components := components_of(thing):
+            leads = leads or any(part is module for part in components.values())
+        else:
+            waiting.extend(_held_by(thing))
+    return "" if leads else f"{_named(forward)}, which does not lead to its layers"
+
+
+def _held_by(thing: Any) -> Iterator[object]:
+    """What a function, or what is called like one, holds."""
+    if isinstance(thing, MethodType | BuiltinMethodType):
+        yield attribute(thing, "__self__")
+        yield attribute(thing, "__func__")
+    elif isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, FunctionType):
+        made_of = vars(thing).get(_COMPILED_ANEW)
+        if made_of is not None:
+            yield made_of
+            return
+        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+        yield vars(thing).get("__wrapped__")
+        yield from (attribute(cell, "cell_contents") for cell in thing.__closure__ or ())
+        names = {*_names_in(thing.__code__)}
+        yield from (held for name in names if not isinstance(held := thing.__globals__.get(name), ModuleType))
+    elif isinstance(thing, list | tuple | set | frozenset):
+        yield from thing
+    elif isinstance(thing, Mapping):
+        yield from thing.values()
+    elif callable(thing) and not isinstance(thing, type | Tensor) and not inspect.isbuiltin(thing):
+        yield from attempt(lambda: [*vars(thing).values()]).value or ()
+        yield attribute(type(thing), "__call__")
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The globals that are read in it; `co_names` has attributes too."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _is_graph(thing: object) -> bool:
+    if isinstance(thing, torch.jit.ScriptModule | torch.jit.ScriptFunction | torch._C.ScriptMethod):
+        return True
+    return any(base.__name__ in _GRAPH_CLASSES for base in type(thing).__mro__)
+
+
+def _called(graph: object) -> str:
+    """With the right article, as far as these classes need one."""
+    name = type(graph).__name__
+    return f"an {name}" if name[:1] in "AEIO" else f"a {name}"
+
+
+def _named(forward: object) -> str:
+    function = getattr(forward, "func", forward)
+    return str(attribute(function, "__qualname__") or type(function).__name__)
