@@ -2,6 +2,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.fresh_memory import fresh_memory
 
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
@@ -322,7 +323,7 @@ def test_a_real_peak_that_no_reading_sees_is_in_the_record() -> None:
     recorder = Recorder(sample_hz=None)
     with recorder.stage("outer"):
         with recorder.stage("spike"):
-            held = b"\1" * (max(0, largest - resident) + 128 * MIB)
+            held = fresh_memory(max(0, largest - resident) + 128 * MIB)
             del held
         with recorder.stage("after"):
             pass

@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.fresh_memory import fresh_memory
 
 from sigmascope.probes import (
     NullAccelerator,
@@ -33,7 +34,7 @@ def test_it_is_what_psutil_says() -> None:
 
 def test_it_grows_with_touched_memory() -> None:
     before = known_rss()
-    held = bytearray(os.urandom(1)) * (64 * MIB)
+    held = fresh_memory(64 * MIB)
     assert known_rss() - before > 60 * MIB
     del held
 
@@ -163,7 +164,7 @@ def test_the_largest_so_far_is_never_below_what_is_resident_and_keeps_what_was_f
     before, largest = known_rss(), process_peak_rss_bytes()
     assert largest is not None
     assert largest >= before - MIB
-    held = b"\1" * (largest - before + 64 * MIB)
+    held = fresh_memory(largest - before + 64 * MIB)
     del held
     after = process_peak_rss_bytes()
     assert after is not None
