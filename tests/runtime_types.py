@@ -5,7 +5,11 @@ shapes, as it holds the axes of one call against each other, and those that name
 checker alone, as strings; those that wrap functions of others, whose annotations are not ours: beartype's own hook,
 which comes last, would refuse calls of these, and jaxtyping's comes first; and those with coroutine functions, which
 beartype makes into functions that are none. In all of them it goes around the coroutine functions and those whose
-annotations have a shape or a string, and beartype checks the others.
+annotations have a string, or shapes inside of other types, and beartype checks the others.
+
+A shape that is an annotation by itself needs no more than a room in which the axes of one call are held against each
+other, while beartype checks what goes in and what comes out: jaxtyping would bind the arguments to their names for its
+messages, and check them a second time after the call.
 
 A function inside a function is defined anew in each call, and each time jaxtyping writes and compiles two more for its
 checks: a watch with hundreds of generations would do nothing else. The first few of each are checked, the others not.
@@ -14,9 +18,11 @@ checks: a watch with hundreds of generations would do nothing else. The first fe
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from functools import wraps
 from inspect import iscoroutinefunction
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, NoneType, UnionType
 from typing import Any, Final, ForwardRef, get_args
 
 import jaxtyping
@@ -71,15 +77,40 @@ def only_the_first_of_each(jaxtyped: Any) -> Callable[..., Callable[[Any], Any]]
 
 
 def _where_needed(jaxtyped: Any) -> Any:
-    """jaxtyping's check of a function or class, with beartype alone where a function names no shape and no string."""
+    """jaxtyping's check of a function or class, with beartype alone where no shape and no string is named."""
 
     def check(target: Any, *, typechecker: Any) -> Any:
-        is_plain = isinstance(target, FunctionType) and not iscoroutinefunction(target)
-        if is_plain and not _has_shape(target.__annotations__.values()):
-            return beartype(target)
+        if is_dataclass(target) and isinstance(target.__init__, FunctionType):
+            target.__init__ = check(target.__init__, typechecker=typechecker)  # type: ignore[misc]
+            return target
+        if isinstance(target, FunctionType) and not iscoroutinefunction(target):
+            others = [one for one in target.__annotations__.values() if not _is_plain_shape(one)]
+            if not _has_shape(others):
+                checked = beartype(target)
+                has_shapes = len(others) < len(target.__annotations__)
+                return _in_a_room(jaxtyped("context"), checked) if has_shapes else checked
         return jaxtyped(target, typechecker=typechecker)
 
     return check
+
+
+def _is_plain_shape(annotation: Any) -> bool:
+    """Whether it is a shape by itself, or one beside None, whose axes name no argument, as in "{rank}"."""
+    if isinstance(annotation, UnionType):
+        return all(one is NoneType or _is_plain_shape(one) for one in get_args(annotation))
+    is_shape = isinstance(annotation, type) and issubclass(annotation, AbstractArray)
+    return is_shape and "{" not in annotation.dim_str
+
+
+def _in_a_room(room: Any, checked: Any) -> Any:
+    """A function that beartype checks, in each call of which all axes of one name have one length."""
+
+    @wraps(checked)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with room:
+            return checked(*args, **kwargs)
+
+    return called
 
 
 def _has_shape(annotations: Iterable[Any]) -> bool:

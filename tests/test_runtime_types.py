@@ -1,12 +1,16 @@
 """What the tests check by themselves: that the package is called as its annotations say."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
+import jaxtyping
 import pytest
 import torch
+from beartype import beartype
 from beartype.roar import BeartypeCallHintViolation
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError
 from tests.runtime_types import MOST_CHECKED, modules_for_jaxtyping, only_the_first_of_each
+from torch import Tensor
 
 from sigmascope.analysis.generations import projected_seconds
 from sigmascope.lora.decompose import exact_right_subspace
@@ -20,8 +24,55 @@ def test_a_wrong_type_is_refused() -> None:
 
 
 def test_a_wrong_number_of_axes_is_refused() -> None:
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         exact_right_subspace(torch.zeros(3), 1)
+
+
+def of_two(first: Float[Tensor, "n"], second: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+    return torch.cat((first, second))[: 2 * len(first) - int(first[0])]
+
+
+CHECKED = jaxtyping.jaxtyped(typechecker=beartype)(of_two)
+
+
+def test_axes_of_one_name_have_one_length_in_a_call_and_in_each_call_another() -> None:
+    assert [len(CHECKED(torch.full((n,), float(n)), torch.ones(n))) for n in (2, 3)] == [2, 3]
+    with pytest.raises(BeartypeCallHintViolation):
+        CHECKED(torch.full((2,), 2.0), torch.ones(3))
+    with pytest.raises(BeartypeCallHintViolation, match="return"):
+        CHECKED(torch.ones(2), torch.ones(2))
+
+
+def test_axes_of_a_function_inside_are_its_own() -> None:
+    def outer(first: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        CHECKED(torch.full((5,), 5.0), torch.ones(5))
+        return first
+
+    checked = jaxtyping.jaxtyped(typechecker=beartype)(outer)
+    assert len(checked(torch.ones(2))) == 2
+
+
+def test_shapes_inside_of_others_are_checked() -> None:
+    def of_several(several: list[Float[Tensor, "n"]], one: Float[Tensor, "n"]) -> None: ...
+
+    checked = jaxtyping.jaxtyped(typechecker=beartype)(of_several)
+    checked([torch.ones(2)], torch.ones(2))
+    with pytest.raises(TypeCheckError):
+        checked([torch.ones(2)], torch.ones(3))
+
+
+def test_a_dataclass_is_checked_when_it_is_made() -> None:
+    @dataclass
+    class Made:
+        count: int
+        values: Float[Tensor, "n"]
+        weights: Float[Tensor, "n"] | None = None
+
+    checked = jaxtyping.jaxtyped(typechecker=beartype)(Made)
+    assert checked(1, torch.ones(2), torch.ones(2)).count == 1
+    for wrong in (("1", torch.ones(2)), (1, torch.ones(2, 2)), (1, torch.ones(2), torch.ones(3))):
+        with pytest.raises(BeartypeCallHintViolation):
+            checked(*wrong)
 
 
 def test_a_wrong_type_is_refused_beside_functions_of_shapes() -> None:
