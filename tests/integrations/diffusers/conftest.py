@@ -1,10 +1,11 @@
 """A small pipeline and what it makes when nobody watches."""
 
-import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.families import generate, make_pipeline
+from tests.families.weights import copied
 from torch import Tensor
 
 
@@ -15,13 +16,17 @@ def unwatched() -> Tensor:
 
 
 @pytest.fixture(scope="session")
-def _warm() -> Any:
-    pipeline = make_pipeline("sd15")
-    generate(pipeline, "sd15", num_inference_steps=1)
-    return pipeline
+def _copy_of_warm() -> Callable[[], Any]:
+    @copied
+    def warm() -> Any:
+        pipeline = make_pipeline("sd15")
+        generate(pipeline, "sd15", num_inference_steps=1)
+        return pipeline
+
+    return warm
 
 
 @pytest.fixture
-def pipeline(_warm: Any) -> Any:
+def pipeline(_copy_of_warm: Callable[[], Any]) -> Any:
     """SD1.5, of this test alone, after a first call, with which a pipeline notes down things of its own."""
-    return copy.deepcopy(_warm)
+    return _copy_of_warm()
