@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from rich.console import Console
+from tests.fresh_memory import fresh_memory, give_back
 from torch import nn
 
 import sigmascope
@@ -276,15 +277,9 @@ def test_the_share_of_memory_that_was_given_back(accelerator: "FakeAccelerator")
     assert found["peak_memory"]["gpu"]["peak_allocated_mb"] == 4
 
 
-def fresh_memory(nbytes: int) -> mmap:
-    """Pages that the system has just given: an allocator may give out what other tests have freed."""
-    pages = mmap(-1, nbytes)
-    pages.write(b"1" * nbytes)
-    return pages
-
-
 def repeat(monitor: WorkflowMonitor, clip: Encoder, leak: bool, calls: int = 20) -> list[mmap]:
     kept = []
+    give_back()
     for _ in range(calls):
         monitor.start_monitoring("text_encoding")
         encode(clip)
@@ -304,6 +299,7 @@ def test_a_leak_of_a_megabyte_a_call_is_found_in_20_calls(monitor: WorkflowMonit
 
 def test_a_leak_of_tensors_is_found_among_calls_of_all_sizes(monitor: WorkflowMonitor) -> None:
     kept = []
+    give_back()
     for call in range(20):
         monitor.start_monitoring("text_encoding")
         torch.randn(1 + 977 * call % 4096, 256).softmax(1)  # memory that is freed and used again
