@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # A test that crashes its process, as one that hangs does in the end, is not begun again without end.
+# Files are begun in the order of tests/order.py, the longest first.
 # Python keeps what it compiled, wherever else it is told not to: checks of annotations take half a minute to compile,
 # in each process of the tests.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 2
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 SOURCES := src tests benchmarks examples scripts
 
 .DEFAULT_GOAL := help

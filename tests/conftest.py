@@ -15,12 +15,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
+from tests.order import pytest_collection_modifyitems
 from tests.pretend_device import Kind, PretendedDevice, build_guard, pretend_device, why_none
 from tests.require_gpu import pytest_make_collect_report, pytest_runtest_makereport, pytest_sessionstart
 from tests.runtime_types import check_annotations
 from torch import Tensor
 
-__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_sessionstart"]  # hooks
+__all__ = [  # hooks
+    "pytest_collection_modifyitems",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+    "pytest_sessionstart",
+]
 
 check_annotations()
 
