@@ -264,7 +264,7 @@ LORA_METHODS: Final = (
 _JOINS: Final = ("fuse_qkv_projections", "unfuse_qkv_projections")
 """With these, attentions begin or cease to run copies of their weights without the adapters on them."""
 _WRITES: Final = ("fuse_lora", "unfuse_lora")
-"""Of these, what PEFT does through `weight.data`."""
+"""Of these, what PEFT does through `weight.data`; and so does loading with `hotswap`."""
 _MODEL_METHODS: Final = (
     "load_lora_adapter",
     "load_attn_procs",
@@ -360,7 +360,7 @@ class LoraObserver(Observer):
                 if method.startswith("load_") and error is None:
                     asked = kwargs.get("adapter_name")
                     guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
-                if method in _WRITES:
+                if method in _WRITES or _swaps(args, kwargs):
                     guard.read("watch.lora", lambda: [*map(forget_fingerprints, models_in(target).values())])
                 models, baseline = seen or (self._models_of(target), None)
                 self._analyse(stage, target, models, baseline, error, makes=method in _MAKES_ADAPTERS)
@@ -402,6 +402,11 @@ class LoraObserver(Observer):
         )
         stage.fact(LORA_STAGE, in_short(analysis))
         publication(self.session.recorder, stage)()
+
+
+def _swaps(args: Arguments, kwargs: Keywords) -> bool:
+    """Whether a LoRA is loaded into the factors of another one: `hotswap` is the one flag that may follow the file."""
+    return any(flag is True for flag in (kwargs.get("hotswap"), *args[1:]))
 
 
 def _taking_adapters(part: object) -> Iterator[object]:

@@ -13,6 +13,7 @@ from peft import get_peft_model_state_dict
 from PIL import Image
 from tests.families import generate, make_pipeline
 from tests.families.changes import lora_file
+from tests.families.loras import lora_state
 from tests.integrations.diffusers.marks import left_behind
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from sigmascope.integrations.diffusers.recipe import loras_of
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.probes.copies import Pending
+from sigmascope.probes.model_fingerprints import told
 from sigmascope.records.run import Run
 from sigmascope.stages import lora_findings
 
@@ -92,6 +94,20 @@ def test_another_file_under_the_same_adapters_name_takes_its_place(tmp_path: Pat
         pipeline.load_lora_weights(str(second), adapter_name="style", hotswap=True)
     lora = loras(watched(pipeline))["unet.style"]
     assert lora["sha256"] == hashlib.sha256(second.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("flags", [((), {"hotswap": True}), ((True,), {})], ids=["by name", "by place"])
+def test_factors_that_a_hot_swap_wrote_are_read_again(
+    flags: tuple[tuple[bool, ...], dict[str, bool]],
+) -> None:
+    pipeline = make_pipeline("sd15")
+    first, second = (lora_state(pipeline, ["unet"], only="attn1.to_q", seed=seed) for seed in (1, 2))
+    contents = []
+    with sigmascope.watch(pipeline):
+        for state, (places, names) in ((first, ((), {})), (second, flags)):
+            pipeline.load_lora_weights(state, "style", *places, **names)
+            contents.append(told(loras_of(pipeline)["unet.style"]["content"]).value)
+    assert len({*contents, None}) == 3
 
 
 @pytest.mark.slow
