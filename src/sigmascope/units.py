@@ -93,6 +93,12 @@ def percent(part: int | float, whole: int | float) -> str:
     return f"{100 * part / whole:.0f} %" if is_share else UNKNOWN
 
 
+def rough_percent(share: float, digits: int = 2) -> str:
+    """A share in per cent with so many significant digits, and no exponent however large it is: `2.3 %`, `1,600 %`."""
+    value = float(f"{100 * share:.{digits}g}")
+    return f"{value:,.0f} %" if abs(value) >= 10**digits else f"{value:.{digits}g} %"
+
+
 def counted(number: int, one: str, many: str | None = None) -> str:
     """A number with its noun: `1 tensor`, `2,000 tensors`.
 

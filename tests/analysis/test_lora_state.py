@@ -1,12 +1,13 @@
 """What a run says of its LoRAs in the first lines."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sigmascope.analysis.breakdown import headline
 from sigmascope.analysis.lora_state import acting_lora, idle_lora
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import Finding, Run, Stage
 
 ZEROS = {"id": "lora_is_zero", "severity": "warning", "message": "The LoRA changes nothing: all are zero."}
 REMARK = {"id": "lora_inactive", "severity": "info", "message": "a remark"}
@@ -105,3 +106,33 @@ def test_damaged_facts_are_passed_over() -> None:
         acting_lora(run_of(Stage("lora_application", 0.0, 1.0, facts={"lora_application": odd})))
         == "The LoRA acts."
     )
+
+
+REFUSED = "None of the file's 3 modules is on the model: 3 of 3 modules are for another architecture."
+
+
+@pytest.mark.parametrize(
+    ("id", "evidence", "names_it"),
+    [
+        ("lora_not_loaded", {"cause": "lora_other_architecture"}, True),
+        ("lora_unreadable", {}, True),
+        ("lora_not_loaded", {}, False),
+        ("lora_not_applied", {}, False),
+    ],
+)
+def test_a_loader_that_fails_is_explained_by_what_the_file_shows(
+    id: str, evidence: dict[str, str], names_it: bool
+) -> None:
+    finding = {"id": id, "severity": "critical", "message": REFUSED, "evidence": evidence}
+    failed = replace(applied(False, finding), success=False, error="RuntimeError: size mismatch for a.weight")
+    said = headline(run_of(failed))
+    why = f"{REFUSED[:-1]}. It raised " if names_it else ""
+    assert said == f"lora_application failed after 100 ms: {why}RuntimeError: size mismatch for a.weight."
+
+
+def test_a_lora_with_nan_comes_before_the_tensors_that_it_spoilt() -> None:
+    tensors = Finding("values.not_finite", "error", "latent is the first tensor with NaN.", {})
+    lora = Finding("lora_not_finite", "error", "The LoRA's change of 1 weight holds NaN.", {})
+    run = replace(run_of(call()), findings=(tensors, lora))
+    assert headline(run).startswith(lora.message)
+    assert headline(replace(run, findings=(tensors,))).startswith(tensors.message)

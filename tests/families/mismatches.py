@@ -95,7 +95,9 @@ MISMATCHES: dict[str, Mismatch] = {
     "the adapter loader's default prefix": Mismatch(
         "sd15", "sd15", "lora_prefix", 'prefix="unet"', load=into_adapter_loader_by_default
     ),
-    "no prefix": Mismatch("flux", "flux", "lora_prefix", "prefix=None", edit=renamed("transformer.", "")),
+    "no prefix": Mismatch(
+        "flux", "flux", "lora_prefix", "begins with the part", edit=renamed("transformer.", "")
+    ),
     "ComfyUI's prefix": Mismatch(
         "sd15", "sd15", "lora_comfyui_names", "diffusion_model.", edit=renamed("unet.", "diffusion_model.")
     ),

@@ -8,6 +8,7 @@ from sigmascope.units import (
     mib_change,
     number,
     percent,
+    rough_percent,
     seconds,
     statistic,
     took,
@@ -47,6 +48,21 @@ def test_counts_are_shown_in_full_and_statistics_short() -> None:
 
 def test_a_share_of_nothing_is_a_dash() -> None:
     assert (percent(1.0, 4.0), percent(1.0, 0.0), percent(-1.0, 4.0)) == ("25 %", "-", "-")
+
+
+@pytest.mark.parametrize(
+    ("share", "digits", "shown"),
+    [
+        (0.0231, 2, "2.3 %"),
+        (0.996, 2, "100 %"),
+        (2.31, 2, "230 %"),
+        (16.04, 2, "1,600 %"),
+        (9.999, 3, "1,000 %"),
+        (0.0, 2, "0 %"),
+    ],
+)
+def test_a_large_share_has_no_exponent(share: float, digits: int, shown: str) -> None:
+    assert rough_percent(share, digits) == shown
 
 
 def test_a_count_agrees_with_its_noun_and_verb() -> None:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from sigmascope import units
 from sigmascope.analysis.generations import cases
-from sigmascope.analysis.lora_state import idle_lora
+from sigmascope.analysis.lora_state import idle_lora, refused_lora
 from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice, use_around
 from sigmascope.analysis.run_figures import (
     GENERATION,
@@ -75,6 +75,8 @@ _TOLD_FIRST: Final = (
 _LONGEST_ERROR: Final = 800
 """Characters, where it is not shown whole."""
 _FAULTS: Final = ("critical", "error")
+_CAUSES: Final = {"values.not_finite": "lora_not_finite"}
+"""What a finding follows from, where the run has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +385,9 @@ def _failure(run: Run, with_whole_error: bool) -> str | None:
         return None
     error = failed.error or ""
     why = f": {units.printable(error if with_whole_error else _beginning(error))}" if error else ""
+    cause = refused_lora(failed)
+    if cause is not None:
+        why = f": {cause.rstrip('.')}{why and f'. It raised {why[2:]}'}"
     return f"{_which_failed(run)}{in_one_line(failed.name)} failed after {units.seconds(failed.seconds)}{why.rstrip('.')}."
 
 
@@ -456,8 +461,14 @@ def run_findings(run: Run) -> list[Finding]:
     unique: dict[tuple[str, str], Finding] = {}
     for finding in (*run.findings, *(finding for stage in run.walk() for finding in stage.findings)):
         unique.setdefault((finding.id, finding.message), finding)
+    ids = {id for id, _ in unique}
     return sorted(
-        unique.values(), key=lambda finding: (order.index(finding.severity), -gain_seconds(finding))
+        unique.values(),
+        key=lambda finding: (
+            order.index(finding.severity),
+            -gain_seconds(finding),
+            _CAUSES.get(finding.id) in ids,
+        ),
     )
 
 

@@ -1,14 +1,16 @@
 """Whether the LoRAs of a run acted at its end, in a sentence."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from sigmascope import units
-from sigmascope.records.run import IDLE_LORAS, Run
+from sigmascope.records.run import IDLE_LORAS, Run, Stage
 
 _FACT = "lora_application"
 _IDLE = frozenset({"inactive", "failed"})
 """States of changes that do nothing."""
+_REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
+"""Findings on a file that say why a loader refuses it; so does one with a `cause` in its evidence."""
 
 
 def idle_lora(run: Run) -> str | None:
@@ -46,6 +48,17 @@ def _cause(findings: object) -> str | None:
         else ()
     )
     return next((str(finding["message"]) for finding in told if finding.get("severity") != "info"), None)
+
+
+def refused_lora(failed: Stage) -> str | None:
+    """What the file of a LoRA whose loading failed shows of the reason: the error that was raised is about the host's tensors."""
+    analysis = _mapping(failed.facts.get(_FACT)) if failed.name == _FACT else {}
+    for finding in analysis.get("findings") or ():
+        told = _mapping(finding)
+        is_reason = told.get("id") in _REASONS or "cause" in _mapping(told.get("evidence"))
+        if is_reason and told.get("severity") in ("critical", "error"):
+            return str(told["message"])
+    return None
 
 
 def acting_lora(run: Run) -> str | None:
@@ -96,7 +109,7 @@ def _size(changes: Mapping[str, Any], patches: Mapping[str, Any]) -> str | None:
 
 
 def _percent(share: object) -> str | None:
-    return f"{100 * share:.2g} %" if isinstance(share, float) and 0.0 < share < float("inf") else None
+    return units.rough_percent(share) if isinstance(share, float) and 0.0 < share < float("inf") else None
 
 
 def _mapping(held: object) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.prompts import prompt_sha256
 from sigmascope.records.run import TensorFacts
+from sigmascope.units import rough_percent
 
 __all__ = [
     "DumpComparison",
@@ -602,7 +603,7 @@ def _concentrated(errors: TensorErrors) -> int | None:
 
 
 def _percent(fraction: float | None) -> str:
-    return "unknown" if fraction is None else f"{100.0 * fraction:.3g} %"
+    return "unknown" if fraction is None else rough_percent(fraction, 3)
 
 
 def _by_user_tolerance(

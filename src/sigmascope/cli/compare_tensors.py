@@ -30,6 +30,7 @@ from sigmascope.cli.console import (
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 from sigmascope.svg import FAINT, Axis, Bar, Label, Line, Shape
+from sigmascope.units import rough_percent
 
 if TYPE_CHECKING:
     from sigmascope.analysis.tensor_comparison import DumpComparison, RunComparison, TensorComparison
@@ -355,7 +356,7 @@ def _panel(top: int, name: str, tensor: "TensorComparison", tokens: "TokenErrors
     limit = tensor.tolerance.computed
     axis = Axis.of(tokens.relative_l2, top + 52, top + 52 + _BARS)
     yield Label(16, top + 14, _cut(f"{name}: {tensor.verdict}"), size=15)
-    explained = f" Rounding explains {100 * limit:.2g} %." if limit else ""
+    explained = f" Rounding explains {rough_percent(limit)}." if limit else ""
     scale = " The axis is logarithmic." if axis.is_logarithmic else ""
     yield Label(16, top + 34, _cut(f"{tensor.reason}{explained}{scale}"))
     yield from axis.lines(_LEFT, _RIGHT, _GRID)
@@ -365,7 +366,7 @@ def _panel(top: int, name: str, tensor: "TensorComparison", tokens: "TokenErrors
             continue
         beyond = error > limit or tensor.first_token == token
         tall = max(axis.foot - axis.place(error), 2.0)
-        tip = f"token {token}: {100 * error:.3g} %, largest difference {tokens.max_abs[token]:.3g}"
+        tip = f"token {token}: {rough_percent(error, 3)}, largest difference {tokens.max_abs[token]:.3g}"
         width = step * 0.8 if step > 3 else step
         colour = _BEYOND if beyond else _WITHIN
         yield Bar(_LEFT + step * token, axis.foot - tall, width, tall, colour, tip)

@@ -31,7 +31,7 @@ from sigmascope.plain_text import Harmless, in_one_line, printable
 from sigmascope.progress import Progress as ProgressCallback
 from sigmascope.progress import no_progress
 from sigmascope.svg import PICTURES, Shape, drawn
-from sigmascope.units import format_size
+from sigmascope.units import format_size, rough_percent
 
 if TYPE_CHECKING:
     from sigmascope.lora.loadable import WrittenLoads
@@ -214,9 +214,7 @@ def percent(fraction: float | None) -> str:
     value = 100.0 * fraction
     if 0 < abs(value) < 0.001:
         return f"{value:.0e} %"
-    if abs(value) >= 1000:
-        return f"{value:,.0f} %"
-    return f"{value:.3f} %" if 0 < abs(value) < 1 else f"{value:.3g} %"
+    return f"{value:.3f} %" if 0 < abs(value) < 1 else rough_percent(fraction, 3)
 
 
 def span(ranks: tuple[int, int] | None) -> str:

@@ -283,6 +283,7 @@ class MismatchReasons:
             or self._of_incomplete()
             or self._of_block(name, parsed)
             or self._of_variant(parsed)
+            or self._of_encoder(parsed)
             or self._of_prefix(name)
             or Mismatch("unknown", self._unknown(name))
         )
@@ -337,6 +338,11 @@ class MismatchReasons:
         if self._incomplete is None:
             return None
         return Mismatch("base_incomplete", f"the model is incomplete: {self._incomplete}")
+
+    def _of_encoder(self, parsed: ModuleName) -> Mismatch | None:
+        """Text encoders of several families have layers of one name, so that a family tells only where none matches."""
+        in_encoder = bool(parsed.parts) and parsed.parts[0].startswith("text_encoder")
+        return Mismatch("other_architecture", self._families) if in_encoder and self._other_family else None
 
     def _of_block(self, name: str, parsed: ModuleName) -> Mismatch | None:
         path = _NUMBER.sub("#", flat(parsed.path))

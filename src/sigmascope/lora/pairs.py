@@ -27,7 +27,7 @@ from sigmascope.lora.linalg import at_least_float32, frobenius_norm, is_real, ro
 from sigmascope.lora.storage_noise import storage_noise
 from sigmascope.lora.translation import Place, translated
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.units import counted, first_few
+from sigmascope.units import counted, first_few, rough_percent
 
 __all__ = [
     "CheckpointPair",
@@ -643,8 +643,8 @@ def _noise_findings(pair: CheckpointPair) -> Iterator[Finding]:
                 evidence["unavailable"] = noise.unavailable
             else:
                 message = (
-                    f"About {100 * noise.of_change:.2g} % of the change (of ‖ΔW‖², in {counted(noise.layers, 'layer')}) is "
-                    f"{about}, which moves weights by {100 * noise.of_weight:.2g} % of their size."
+                    f"About {rough_percent(noise.of_change)} of the change (of ‖ΔW‖², in {counted(noise.layers, 'layer')}) is "
+                    f"{about}, which moves weights by {rough_percent(noise.of_weight)} of their size."
                 )
             much = noise.of_change is None or noise.of_change > _MUCH_NOISE
             yield Finding(
@@ -665,7 +665,7 @@ def _uncovered_finding(uncovered: dict[str, float], layers_norm: float) -> Findi
     return Finding(
         id="lora.biases_and_norms_changed",
         severity="info",
-        message=f"Biases and norms changed too ({counted(len(uncovered), 'tensor')}): {100 * share:.2g} % of the "
+        message=f"Biases and norms changed too ({counted(len(uncovered), 'tensor')}): {rough_percent(share)} of the "
         "change, which the LoRA does not hold.",
         evidence={"tensors": len(uncovered), "delta_norm": norm, "share": share},
         advice="Expect base + LoRA to differ from the tuned model by at least this much.",

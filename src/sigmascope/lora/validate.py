@@ -46,7 +46,7 @@ from sigmascope.lora.parallel import ThreadScratch, run_layers
 from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
-from sigmascope.units import counted
+from sigmascope.units import counted, rough_percent
 
 __all__ = ["ModuleError", "ValidationReport", "validate_lora"]
 
@@ -761,7 +761,7 @@ def _heading(report: ValidationReport) -> Iterator[svg.Shape]:
 
 
 def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.3g} %"
+    return "-" if fraction is None else rough_percent(fraction, 3)
 
 
 def _layers(modules: Sequence[ModuleError]) -> Iterator[svg.Shape]:

@@ -292,7 +292,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_as_before": VerdictRow(
         "info",
         "Nothing changed: {weights} had the same changes before.",
-        "Nothing in a watch. If you took the baseline yourself, take it before you apply the LoRA.",
+        "In a watch there is nothing to do. If you took the baseline yourself, take it before you apply the LoRA.",
     ),
     "lora_registered_only": VerdictRow(
         "info",
@@ -664,7 +664,7 @@ def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
             modules=_modules(verdict),
             words=MISMATCHES[reason].words(count),
             families=_families(verdict, reason),
-            first=_first_modules(modules),
+            first=_first_modules(modules, said=_families(verdict, reason)),
         )
 
 
@@ -702,8 +702,11 @@ def _modules(verdict: LoraVerdict) -> str:
     return counted(len(verdict.modules), "module")
 
 
-def _first_modules(modules: Sequence[ModuleVerdict]) -> str:
-    first = f"{modules[0].name} ({modules[0].detail})" if modules[0].detail else modules[0].name
+def _first_modules(modules: Sequence[ModuleVerdict], said: str = "") -> str:
+    """The first names, with the first one's detail unless that ends as what is said before it does."""
+    detail = modules[0].detail or ""
+    own_words = detail.partition("the file is for ")[0].removesuffix(": ") if said else detail
+    first = f"{modules[0].name} ({own_words})" if own_words else modules[0].name
     return first_few([first, *(module.name for module in modules[1:])], _MAX_NAMED)
 
 
@@ -821,12 +824,18 @@ def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:
 
 
 def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
-    """`load_lora_adapter` expects the prefix `transformer`; with any other it only warns and loads nothing."""
+    """`load_lora_adapter` expects the prefix `transformer`; with any other it only warns and loads nothing.
+
+    Nor does `load_lora_weights` load names without any prefix, except for the few families that their record names.
+    """
     if verdict.format != "peft" or not verdict.modules:
         return
     starts = {module.name.partition(".")[0] for module in verdict.modules if module.part == "denoiser"}
-    if starts and "transformer" not in starts:
-        known = sorted(starts & {"unet", "denoiser", "diffusion_model"})
+    if not starts or "transformer" in starts:
+        return
+    known = sorted(starts & {"unet", "denoiser", "diffusion_model"})
+    family = family_named(verdict.model_family)
+    if known or any((reads.host, reads.start) == ("diffusers", "") for reads in family.reads):
         argument = f'prefix="{known[0]}"' if known else "prefix=None"
         yield Finding(
             "lora_prefix",
@@ -835,6 +844,16 @@ def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
             {"prefix": known[0] if known else None},
             f"Load it with the pipeline's load_lora_weights, or pass {argument} to load_lora_adapter.",
         )
+        return
+    yield Finding(
+        "lora_prefix",
+        "warning",
+        "diffusers loads nothing from this file, and only warns, since no name in it begins with the part that it is for "
+        f"({family.component}.).",
+        {"prefix": None},
+        f"Load it with pipe.{family.component}.load_lora_adapter(FILE, prefix=None), or convert it to PEFT's "
+        "format, which adds the part (sigmascope lora convert).",
+    )
 
 
 def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:

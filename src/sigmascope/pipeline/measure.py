@@ -100,7 +100,7 @@ class ImageChange:
             return f"{self.non_finite} values are NaN or Inf"
         if self.psnr_db is None or self.relative_l2 is None:
             return f"not compared ({next(iter(self.unavailable.values()), 'nothing ran')})"
-        return f"{self.psnr_db:.1f} dB, {100 * self.relative_l2:.2g} %"
+        return f"{self.psnr_db:.1f} dB, {units.rough_percent(self.relative_l2)}"
 
 
 @dataclass(frozen=True, slots=True)

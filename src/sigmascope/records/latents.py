@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from sigmascope.records.memory import MIB, PeakMemory, mib
 from sigmascope.records.run import Finding, Stage, TensorFacts
 from sigmascope.records.serialization import from_plain
+from sigmascope.units import rough_percent
 
 Layout = Literal["BCHW", "BHWC", "BCFHW", "BFCHW", "BFHWC", "CFHW", "FCHW", "FHWC", "CHW", "HWC", "packed"]
 """What each axis is: batch, channels, frames, height, width. Packed is (batch, patches, channels of a patch)."""
@@ -476,7 +477,7 @@ def norms_saw(statistics: object) -> str:
 def tiles_cost(difference: float) -> str:
     """One sentence on how far neighbouring tiles disagree."""
     return (
-        f"Tiles disagree by {100 * difference:.2g} %. This only hints at the error against the untiled result, "
+        f"Tiles disagree by {rough_percent(difference)}. This only hints at the error against the untiled result, "
         "which may be larger or smaller."
     )
 

@@ -5,7 +5,7 @@ tables more: which blocks and which operators take its time. All of it is shown 
 do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -85,7 +85,7 @@ def render_summary(run: Run) -> RenderableType:
         *_raised_at(run, " → "),
         *_time_bars(run),
         *_damage(run),
-        *(_short_finding(finding, verdict) for finding in findings[:_MOST_FINDINGS]),
+        *_short_findings(findings[:_MOST_FINDINGS], verdict),
     ]
     left = len(findings) - _MOST_FINDINGS
     more = f"{counted(left, 'more finding')}, stages" if left > 0 else "Stages"
@@ -97,6 +97,16 @@ def _acting(run: Run) -> Iterator[Text]:
     acts = acting_lora(run)
     if acts is not None:
         yield Text(acts)
+
+
+def _short_findings(findings: Sequence[Finding], verdict: str) -> Iterator[Text]:
+    """Each finding, but for those of which all is told by the verdict and the findings before."""
+    told, advised = verdict, set[str | None]()
+    for finding in findings:
+        if finding.message not in told or finding.advice not in advised:
+            yield _short_finding(finding, told)
+        told += f"\n{finding.message}"
+        advised.add(finding.advice)
 
 
 def _short_finding(finding: Finding, verdict: str) -> Text:

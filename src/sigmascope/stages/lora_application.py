@@ -267,7 +267,7 @@ def analyze_lora_application_results(
     on_model = match_applied(path, on_unet, on_clip, unet.patches_on, clip.patches_on)
     on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
     findings = application_findings(
-        [("UNet", unet.weights, unet.patches), ("CLIP", clip.weights, clip.patches)],
+        [("Denoiser", unet.weights, unet.patches), ("Text encoders", clip.weights, clip.patches)],
         [*file_findings(verdict.value, on_model.value, host_of(modified_unet, modified_clip))],
         effective,
         applied=applied,

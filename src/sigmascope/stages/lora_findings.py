@@ -12,7 +12,7 @@ from sigmascope.lora.arrival import Arrival, arrival_findings
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import sort_patches
-from sigmascope.lora.verdict import LoraVerdict, is_opposed, opposed_finding, verdict_finding
+from sigmascope.lora.verdict import VERDICTS, LoraVerdict, is_opposed, opposed_finding, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.reading import Reading, attempt
@@ -46,6 +46,10 @@ _ABOUT_NAMES: Final = frozenset(
 """Those that no longer matter where every module was found on the model."""
 _FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})
 """Findings on a file that say already why nothing is on the models."""
+_WHY_NOT_LOADED: Final = frozenset(_HOST_OF_FINDING) | {
+    id for id, row in VERDICTS.items() if row.many and row.severity == "error"
+}
+"""Findings on a file that a loader may have refused all of it for: its form, or modules that do not fit."""
 _SAID_BY_CAUSES: Final = frozenset({"lora_not_acting", "lora_inactive"})
 """What the reasons of idle changes say better."""
 _CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded"}
@@ -116,12 +120,26 @@ def file_findings(
     complete = applied is not None and applied.complete
     on_model = () if applied is None else applied.findings
     left_out = any(finding.id == "lora_part_left_out" for finding in on_model)
+    of_file: list[Finding] = []
     for finding in () if verdict is None else verdict.findings:
         is_said = left_out and finding.id == "lora_text_encoder_missing"
         is_solved = complete and finding.id in _ABOUT_NAMES
         if _HOST_OF_FINDING.get(finding.id, host) == host and not is_said and not is_solved:
+            of_file.append(finding)
+    cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)
+    for finding in of_file:
+        is_remark = finding.severity == "info" and finding.id in _ABOUT_NAMES
+        if not is_remark or applied is None or (finding is cause and not applied.there):
             yield finding
-    yield from on_model
+    for finding in on_model:
+        yield finding if cause is None or finding.id != "lora_not_loaded" else _because(finding, cause)
+
+
+def _because(not_loaded: Finding, cause: Finding) -> Finding:
+    """That nothing is on the model, with what the file shows of the reason."""
+    start = not_loaded.message.partition(": ")[0]
+    evidence = {**not_loaded.evidence, "cause": cause.id}
+    return replace(not_loaded, message=f"{start}: {cause.message}", evidence=evidence, advice=cause.advice)
 
 
 def _on_whole(
@@ -192,9 +210,9 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
     if not_finite:
         key = not_finite[0]
         hold = (
-            "change of 1 weight holds"
+            "LoRA's change of 1 weight holds"
             if len(not_finite) == 1
-            else f"changes of {len(not_finite)} weights hold"
+            else f"LoRA's changes of {len(not_finite)} weights hold"
         )
         evidence: _Evidence = {"keys": len(not_finite), "example": key}
         yield verdict_finding("lora_not_finite", evidence, holders=f"{name}: the {hold}", first=key)
@@ -372,7 +390,9 @@ def _on_overlaps(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
 
 def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
     """What is odd about a model's weights."""
-    drift, unexplained, odd = weights["drift"], weights["unexplained"], weights["not_as_predicted"]
+    drift, odd, changes = weights["drift"], weights["not_as_predicted"], weights["weight_changes"]
+    reshaped = [key for key in weights["unexplained"] if key in changes and changes[key]["shape_changed"]]
+    unexplained = [key for key in weights["unexplained"] if key not in reshaped]
     if drift["keys"]:
         largest = drift["largest_relative_change"]
         size = "" if largest is None else f", at most {largest:.1e} of their length"
@@ -383,6 +403,20 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         evidence: _Evidence = {"keys": len(drift["keys"]), "largest_relative_change": largest}
         advice = "This does not count as a change. Reload the weights if results must match bit for bit."
         yield Finding("lora_drift", "info", message, evidence, advice)
+    if reshaped:
+        key = reshaped[0]
+        before, after = (
+            changes[key][side].removeprefix("torch.Size") for side in ("original_shape", "modified_shape")
+        )
+        yield Finding(
+            "weights_reshaped",
+            "warning",
+            f"{name}: {counted(len(reshaped), 'weight has', 'weights have')} another shape now, such as {key} "
+            f"({before} before, {after} now).",
+            {"keys": len(reshaped), "example": key},
+            "diffusers widens layers for a LoRA that is made for wider ones, such as a control LoRA of FLUX. If yours is not one, "
+            "calls will fail: load the pipeline again, and another LoRA.",
+        )
     if unexplained:
         key = unexplained[0]
         outside = [weights["outside"][key] for key in unexplained if key in weights["outside"]]
@@ -431,7 +465,7 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
     if arriving is not None and arriving["share"] is not None and arriving["noise"] is not None:
         others = {way: _as_arrival(figures) for way, figures in arriving.get("other_ways", {}).items()}
         whole = replace(_as_arrival(arriving), stored=arriving["stored"], others=others)
-        yield from arrival_findings(whole, arriving["weights"], name)
+        yield from arrival_findings(whole, arriving["weights"], f"{name[0].lower()}{name[1:]}")
 
 
 def _beside_loras(outside: Sequence[OutsideLora], keys: int) -> tuple[str, _Evidence]:

@@ -117,6 +117,15 @@ def test_an_unknown_prefix_is_named(pipelines: Pipelines, save: Save) -> None:
     assert (verdict.modules[0].detail or "").startswith("without the prefix my_model. its name matches ")
 
 
+def test_encoders_of_another_family_s_lora_are_not_the_first_one_with_a_prefix(
+    pipelines: Pipelines, save: Save
+) -> None:
+    path = save(pipelines("sd3"), "transformer", "text_encoder_2")
+    verdict = judge_lora(path, pipelines("flux"))
+    reasons = {one.reason for one in verdict.unmatched if one.part == "text_encoder_2"}
+    assert reasons == {"other_architecture"}
+
+
 def test_a_prefix_before_a_known_block_is_no_obstacle(pipelines: Pipelines, save: Save) -> None:
     path = edited(
         save(pipelines("flux"), "transformer", only="transformer_blocks"),

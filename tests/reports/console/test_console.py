@@ -188,6 +188,16 @@ def test_a_finding_is_followed_by_its_id_in_full_and_not_in_the_summary() -> Non
     assert "lora_inactive" not in printed(run, full=False)
 
 
+def test_a_finding_that_the_verdict_tells_with_the_same_advice_is_not_repeated() -> None:
+    whole = Finding(
+        "lora_not_loaded", "critical", "Nothing is there: it is for another model.", {}, "Use its own."
+    )
+    part = Finding("lora_other_shape", "error", "it is for another model.", {}, "Use its own.")
+    other = Finding("lora_part_missing", "warning", "A part is missing.", {}, "Pass it.")
+    summary = printed(replace(run_of(Stage("a", 0.0, 1.0)), findings=(whole, part, other)), full=False)
+    assert [summary.count(text) for text in ("another model", "Use its own.", "Pass it.")] == [1, 1, 1]
+
+
 def test_an_error_of_many_lines_is_cut_in_the_verdict_and_whole_in_full() -> None:
     lines = [f"size mismatch for block.{number}.weight" for number in range(150)]
     error = "\n\t".join(["RuntimeError: Error(s) in loading state_dict for UNet:", *lines])

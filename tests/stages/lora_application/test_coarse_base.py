@@ -60,7 +60,7 @@ def test_a_change_below_a_step_of_fp8_is_weak(unet: ModelPatcher) -> None:
     found, *_ = merged(unet, 0.02)
     (weak,) = (finding for finding in found["findings"] if finding["id"] == "lora_arrives_weak")
     assert weak["severity"] == "warning"
-    assert "1 weight of the UNet" in weak["message"]
+    assert "1 weight of the denoiser" in weak["message"]
 
 
 def test_plain_weights_have_no_such_figures(unet: ModelPatcher) -> None:

@@ -11,11 +11,13 @@ from tests.families import FAMILIES, make_pipeline
 from tests.families.loras import State, lora_state, write
 from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline, wider
 
-from sigmascope.lora.applied_verdict import AppliedVerdict, judge_applied
+from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict, judge_applied
 from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.peft import read_adapters
+from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+from sigmascope.stages.lora_findings import file_findings
 
 pytestmark = pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
 
@@ -79,6 +81,25 @@ def test_verdict_on_what_was_loaded_names_it(outcome: Outcome) -> None:
     assert found == ([] if outcome.case.applied is None else [outcome.case.applied])
 
 
+def test_that_nothing_was_loaded_is_told_with_the_reason(outcome: Outcome) -> None:
+    found = [*file_findings(outcome.verdict, outcome.applied, "diffusers")]
+    not_loaded = next((one for one in found if one.id == "lora_not_loaded"), None)
+    if outcome.case.finding in ("lora_matches_nothing", "lora_unreadable") or not_loaded is None:
+        return
+    reason = next(one for one in outcome.verdict.findings if one.id == outcome.case.finding)
+    assert not_loaded.message.endswith(f": {reason.message}")
+    assert not_loaded.advice == reason.advice
+
+
+@pytest.mark.parametrize(("there", "kept"), [(True, False), (False, True)])
+def test_a_remark_on_other_loaders_stands_only_where_nothing_was_loaded(there: bool, kept: bool) -> None:
+    remark = Finding("lora_prefix", "info", "It needs a prefix.", {}, "Pass it.")
+    module = AppliedModule("unet.conv_in", keys=("conv_in.weight",) if there else ())
+    applied = AppliedVerdict("style.safetensors", (module, AppliedModule("unet.conv_out")))
+    found = file_findings(LoraVerdict("style.safetensors", findings=(remark,)), applied, "diffusers")
+    assert (remark in found) is kept
+
+
 def test_unmatched_modules_have_a_reason(outcome: Outcome) -> None:
     assert all(module.reason and module.detail for module in outcome.verdict.unmatched)
 
@@ -109,7 +130,11 @@ def test_analysis_calls_nothing_loaded_no_success(tmp_path: Path) -> None:
 
 
 def test_analysis_sees_that_diffusers_widened_the_model(tmp_path: Path) -> None:
-    changes = analysed("flux", "flux", wider, tmp_path)["unet_weight_changes"]["weight_changes"]
+    analysis = analysed("flux", "flux", wider, tmp_path)
+    found = {finding["id"]: finding["message"] for finding in analysis["findings"]}
+    assert "50 weights have another shape now" in found["weights_reshaped"]
+    assert "weights_changed_unexplained" not in found
+    changes = analysis["unet_weight_changes"]["weight_changes"]
     assert sum(change["shape_changed"] for change in changes.values()) == 50
     change = changes["context_embedder.weight"]
     assert change["original_shape"] == "torch.Size([16, 24])"

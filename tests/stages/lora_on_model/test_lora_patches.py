@@ -76,7 +76,7 @@ def test_the_same_lora_forth_and_back_cancels_where_another_acts(unet: ModelPatc
     found = analyze_lora_application_results(baseline, several, None, (several, None))
     assert found["effective"] is True
     assert found["unet_weight_changes"]["keys_value_changed"].keys() == {OUT}
-    assert "UNet: the same changes cancel each other on 1 weight (LoRA 1 and LoRA 2), since" in next(
+    assert "Denoiser: the same changes cancel each other on 1 weight (LoRA 1 and LoRA 2), since" in next(
         finding["message"] for finding in found["findings"] if finding["id"] == "lora_cancelled"
     )
     assert "lora_applied_twice" not in {finding["id"] for finding in found["findings"]}

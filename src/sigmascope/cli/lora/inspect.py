@@ -39,7 +39,7 @@ from sigmascope.cli.lora.together import show_together
 from sigmascope.cli.options import AsJson, found_model
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.svg import FAINT, Bar, Label, Line, Shape, mixed, strip
-from sigmascope.units import counted
+from sigmascope.units import counted, rough_percent
 
 if TYPE_CHECKING:
     from sigmascope.lora.arrival import Arrival, Arrivals
@@ -587,7 +587,7 @@ class BlockRow:
         if self.norm is not None and self.share is not None:
             parts = [f"{self.norm:.3g}", f"{100 * self.share:.1f} %"]
         if self.relative is not None:
-            parts.append(f"{100 * self.relative:.3g} % of the weights")
+            parts.append(f"{rough_percent(self.relative, 3)} of the weights")
         lost = self.modules - (self.modules if self.matched is None else self.matched)
         if lost:
             parts.append(f"{lost} of {self.modules} do not match")
@@ -600,7 +600,7 @@ class BlockRow:
             return "not measured"
         if self.matched is not None and self.matched < self.modules:
             return f"{self.matched} of {self.modules} match"
-        relative = "" if self.relative is None else f", {100 * self.relative:.2g} % of W"
+        relative = "" if self.relative is None else f", {rough_percent(self.relative)} of W"
         return f"{self.norm:.3g}, {100 * self.share:.1f} %{relative}"
 
     @property
