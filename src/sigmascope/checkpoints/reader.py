@@ -171,7 +171,8 @@ def what_is_there(missing: Path) -> str:
         siblings = [name for name in names_in(missing.parent) if name != missing.name]
     except CheckpointError:  # no folder, or one that may be entered but not listed
         return ""
-    near = difflib.get_close_matches(missing.name, siblings, n=1, cutoff=0.5)
+    stems = {Path(name).stem: name for name in reversed(siblings)}
+    near = [stems[stem] for stem in difflib.get_close_matches(missing.stem, stems, n=1, cutoff=0.6)]
     weights = sorted(name for name in siblings if name.endswith(WEIGHT_SUFFIXES))
     parts = [f"Did you mean {near[0]}?"] if near else []
     parts += [f"Checkpoints there: {first_few(weights, _MAX_NAMED)}."] if weights else []

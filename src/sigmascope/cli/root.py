@@ -124,7 +124,7 @@ def run() -> None:
     except _UsageError as error:  # which repeats what was typed, such as the names of files
         from typer.rich_utils import rich_format_error
 
-        error.message = printable(error.message)
+        error.message = printable(_with_value(error))
         rich_format_error(error)
         sys.exit(error.exit_code)
     except typer.Abort:
@@ -154,6 +154,18 @@ def run() -> None:
         sys.exit(SigmascopeError.exit_code)
     except KeyboardInterrupt:
         sys.exit(STOPPED_BY_USER)
+
+
+def _with_value(error: Any) -> str:
+    """What an option's check says, with the value that Pydantic, which makes these checks for Typer, leaves out."""
+    failed = getattr(error.__cause__, "errors", None)
+    if not callable(failed):
+        return str(error.message)
+    first = failed()[0]
+    said = str(first["msg"]).removeprefix("Value error, ")
+    if not said.startswith("Input "):
+        return said
+    return f"{first['input']!r}{said.removeprefix('Input').partition(', unable')[0]}."
 
 
 def _print_error(error: SigmascopeError) -> None:

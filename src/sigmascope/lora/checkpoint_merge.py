@@ -31,7 +31,15 @@ from sigmascope.lora.compatibility import (
 )
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
-from sigmascope.lora.file import HASHES, LoraFile, as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import (
+    HASHES,
+    LoraFile,
+    as_text,
+    check_target,
+    refuse_files,
+    refuse_inputs,
+    require_model,
+)
 from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
 from sigmascope.lora.merge import MergeMethod, merged_from, require_weights
 from sigmascope.lora.parallel import Scratch, map_in_order
@@ -258,6 +266,7 @@ def merge_into_checkpoint(
     paths, target = [Path(path) for path in loras], Path(save_to)
     with ExitStack() as files:
         base = files.enter_context(open_checkpoint(into, keep_unread=True))
+        require_model(base)
         check_target(
             target,
             content="this checkpoint" if base.format == "gguf" else "a checkpoint",

@@ -40,6 +40,7 @@ from sigmascope.lora.file import (
     kept_metadata,
     refuse_files,
     refuse_inputs,
+    require_model,
 )
 from sigmascope.lora.file_family import file_family, layout_as, nearest_family, title_of, told_by_lora
 from sigmascope.lora.formats import LoraFormat, format_named
@@ -224,6 +225,7 @@ def convert_lora(
         with open_checkpoint(source) as checkpoint:
             refuse_inputs(path, checkpoint, flag=_TARGET_ARGUMENT)
         if base is not None:
+            require_model(base)
             refuse_inputs(path, base, flag=_TARGET_ARGUMENT)
         if statistics is not None:
             refuse_files(path, [Path(statistics)], _TARGET_ARGUMENT)

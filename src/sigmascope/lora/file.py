@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.checkpoints.checkpoint import is_folder, is_same_file
-from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, WriteError
+from sigmascope.errors import (
+    CheckpointError,
+    ConfigError,
+    LoraFormatError,
+    ModelMismatchError,
+    WriteError,
+)
 from sigmascope.files import parse_json, require_writable
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
@@ -253,6 +259,22 @@ def refuse_inputs(target: Path, *models: Checkpoint, flag: str = "--save_to") ->
             raise ConfigError(
                 f"{flag} {target} is part of the input {model.path}.", hint="Choose another name."
             )
+
+
+_LORA_KEY_PARTS: Final = (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lora.up.", ".lora.down.")
+
+
+def require_model(checkpoint: Checkpoint) -> None:
+    """Refuse a LoRA where a model is asked for.
+
+    Raises:
+        ModelMismatchError: Names the file.
+    """
+    if any(mark in key for key in checkpoint for mark in _LORA_KEY_PARTS):
+        raise ModelMismatchError(
+            f"{checkpoint.path} is a LoRA, not a model.",
+            hint="Give a complete checkpoint, or merge the LoRA into its base first.",
+        )
 
 
 def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -> None:

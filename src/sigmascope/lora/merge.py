@@ -593,7 +593,7 @@ def require_weights(weights: tuple[float, ...] | None, count: int) -> tuple[floa
         return (1.0,) * count
     if len(weights) != count:
         raise ConfigError(
-            f"--weights has {len(weights)} numbers for {count} LoRAs.",
+            f"--weights has {counted(len(weights), 'number')} for {counted(count, 'LoRA')}.",
             hint="Give one for each, such as 0.7,0.3.",
         )
     for weight in weights:

@@ -22,6 +22,7 @@ from sigmascope.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, RenamedCheckpoint, is_same_file
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.families import ModelLayout, Part, layout_of
+from sigmascope.lora.file import require_model
 from sigmascope.lora.layer_names import WEIGHT, is_layer
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm, is_real, root_sum_square
 from sigmascope.lora.storage_noise import storage_noise
@@ -48,7 +49,6 @@ PARTS: Final[tuple[Part, ...]] = get_args(Part)
 _MIN_COMMON_SHARE = (
     0.5  # of the smaller side's keys; files of one architecture share far more, others far less
 )
-_LORA_KEY_PARTS = (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lora.up.", ".lora.down.")
 _ONE_ARCHITECTURE = "Both must be complete checkpoints of the same architecture"
 
 _IGNORED_KEYS = ("num_iterations",)  # a training counter, which differs in any two checkpoints
@@ -400,11 +400,7 @@ def _common_share(first: set[Place] | set[str], second: set[Place] | set[str]) -
 
 
 def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) -> PairSide:
-    if any(mark in key for key in checkpoint for mark in _LORA_KEY_PARTS):
-        raise ModelMismatchError(
-            f"{checkpoint.path} is a LoRA, not a model.",
-            hint="Give a complete checkpoint, or merge the LoRA into its base first.",
-        )
+    require_model(checkpoint)
     keys, outside = _by_part({key: layout.split(key) for key in checkpoint}, parts)
     for part in parts:
         if not any(place[0] == part for place in keys):

@@ -313,3 +313,26 @@ def test_intruders_are_counted_by_weight_and_need_a_model(lora: Path, model: Pat
     assert told["examined"] == 10 + 8 + 4  # as many as the smaller weights have
     assert "Intruder dimensions" in inspect(lora, "--model", model, "--intruders").out
     assert "--intruders needs a model" in inspect(lora, "--intruders").err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", "LORA", "--model", "LORA"),
+        ("merge", "LORA", "--into", "LORA", "--save_to", "out.safetensors"),
+        ("convert", "LORA", "out.safetensors", "--format", "kohya", "--model", "LORA"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_lora_in_place_of_the_model_is_refused(
+    command: tuple[str, ...], lora: Path, terminal: Terminal
+) -> None:
+    outcome = terminal("lora", *(str(lora) if word == "LORA" else word for word in command))
+    assert outcome.code == 1
+    assert "lora.safetensors is a LoRA, not a model." in " ".join(outcome.err.split())
+
+
+def test_a_file_with_only_the_ending_in_common_is_not_suggested(inspect: Terminal, lora: Path) -> None:
+    missing = inspect(lora.with_name("house.safetensors")).err
+    assert "Checkpoints there: lora.safetensors" in " ".join(missing.split())
+    assert "Did you mean" not in missing

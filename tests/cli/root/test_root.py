@@ -129,3 +129,24 @@ def test_a_command_does_not_wait_for_the_others() -> None:
         re.findall(r"lora\.(\w+)", done.stderr)
     )
     assert "Usage: sigmascope lora inspect" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--rank", "zero"), "Invalid value for '--rank': 'zero' should be a valid integer."),
+        (("--format", "kohyaa"), "'kohyaa' is not one of 'native',"),
+        (("--min_success_rate", "300"), "'300' should be less than or equal to 100."),
+    ],
+)
+def test_a_value_that_does_not_do_is_in_the_error(
+    option: tuple[str, str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = {"--rank": "resize", "--format": "convert"}.get(option[0], "validate")
+    monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", command, "a.safetensors", *option])
+    with pytest.raises(SystemExit) as stop:
+        root.run()
+    assert stop.value.code == 2
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert says in told
+    assert "Value error" not in told

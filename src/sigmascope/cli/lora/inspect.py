@@ -290,10 +290,12 @@ def judge(
     from sigmascope.checkpoints import open_checkpoint
     from sigmascope.lora.arrival import arrivals
     from sigmascope.lora.compatibility import judge_lora
+    from sigmascope.lora.file import require_model
     from sigmascope.lora.inspect import relative_strengths
     from sigmascope.lora.intruders import intruder_dimensions
 
     with open_checkpoint(model, keep_unread=True) as checkpoint:
+        require_model(checkpoint)
         on_model = OnModel(model, judge_lora(lora, checkpoint))
         if relative:
             with progress_bar("Reading the model") as progress:
