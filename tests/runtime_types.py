@@ -80,9 +80,11 @@ def _where_needed(jaxtyped: Any) -> Any:
     """jaxtyping's check of a function or class, with beartype alone where no shape and no string is named."""
 
     def check(target: Any, *, typechecker: Any) -> Any:
-        if is_dataclass(target) and isinstance(target.__init__, FunctionType):
-            target.__init__ = check(target.__init__, typechecker=typechecker)  # type: ignore[misc]
-            return target
+        if is_dataclass(target):
+            made: Any = target
+            if isinstance(made.__init__, FunctionType):
+                made.__init__ = check(made.__init__, typechecker=typechecker)
+                return made
         if isinstance(target, FunctionType) and not iscoroutinefunction(target):
             others = [one for one in target.__annotations__.values() if not _is_plain_shape(one)]
             if not _has_shape(others):

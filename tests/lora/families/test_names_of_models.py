@@ -277,7 +277,8 @@ def test_wan_animate_s_own_layers_have_the_names_that_diffusers_converts() -> No
         if path.startswith(("face_", "pose_")) and isinstance(module, kinds)
     }
     assert len(own) == 13
-    original, wanted = {}, {}
+    original: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
     for row in dict.fromkeys(row_of_diffusers("wan", path) for path in own):
         assert row is not None
         parts = {part: torch.randn(len(own[part].weight), 1) for part in row.parts}
