@@ -113,7 +113,7 @@ def _lora_with_nan(folder: Path) -> Made:
     state = _lora()
     first = next(iter(state))
     state[first] = torch.full_like(state[first], torch.nan)
-    return _with_lora(folder, state, "the change of 1 weight holds NaN or Inf")
+    return _with_lora(folder, state, "the LoRA's change of 1 weight holds NaN or Inf")
 
 
 def _failing(pipeline: Any, *steps_and_says: Any, kind: type[BaseException], **call: Any) -> Made:
