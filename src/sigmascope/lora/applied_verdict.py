@@ -4,9 +4,10 @@ A patch on the model is a module of the file if its numbers are the same (`is_sa
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
-from sigmascope.lora.compatibility import Model, Placement, error_text, place, shapes_of
+from sigmascope.lora.compatibility import Misfit, Model, Placement, error_text, place, shapes_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import WEIGHT
@@ -24,6 +25,7 @@ from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import (
     ABSENCES,
+    LoraVerdict,
     is_opposed,
     opposed_finding,
     unreadable,
@@ -171,7 +173,10 @@ class AppliedVerdict:
 
 
 def judge_applied(
-    lora: str | PathLike[str] | LoraFile, patches: Sequence[AppliedPatch], model: Model | None = None
+    lora: str | PathLike[str] | LoraFile,
+    patches: Sequence[AppliedPatch],
+    model: Model | None = None,
+    placed: LoraVerdict | None = None,
 ) -> AppliedVerdict:
     """Say for every module of a file whether it is on a model now. Modules are recognised by their numbers.
 
@@ -180,16 +185,13 @@ def judge_applied(
         patches: All patches on the model, as read from ComfyUI or PEFT; those of other LoRAs are ignored.
         model: The patched model; see `judge_lora`. Without it, a file whose naming differs from the model's is only
             found if the names of the patched weights alone show the model's family.
+        placed: What `judge_lora` said of this file and model, so that its modules are not looked for once more.
 
     Returns:
         The verdict. Nothing is raised: if the file cannot be read, the verdict has an `error`.
     """
     path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
     try:
-        if model is not None:
-            shapes = shapes_of(model)
-        else:
-            shapes = {patch.key: patch.weight_shape for patch in patches if patch.weight_shape is not None}
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
         for patch in _on_host(patches):
             by_key[patch.key].append(patch)
@@ -197,11 +199,53 @@ def judge_applied(
             nullcontext(lora) if isinstance(lora, LoraFile) else open_lora(Path(lora), check_finite=False)
         )
         with opened as file:
-            placing = place(file, shapes)
-            modules = tuple(_applied_module(file, name, placing, by_key) for name in file.names)
+            find = partial(_placing, file, patches, model)
+            known = None if placed is None else _Places.of(placed, file, find)
+            if known is None:
+                placing = find()
+                known = _Places(placing.keys, placing.misfits, lambda: placing)
+            modules = tuple(_applied_module(file, name, known, by_key) for name in file.names)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return AppliedVerdict(path, error=error_text(error), findings=(unreadable(error),))
     return AppliedVerdict(path, modules, findings=applied_findings(modules))
+
+
+def _placing(lora: LoraFile, patches: Sequence[AppliedPatch], model: Model | None) -> Placement:
+    if model is not None:
+        return place(lora, shapes_of(model))
+    return place(lora, {patch.key: patch.weight_shape for patch in patches if patch.weight_shape is not None})
+
+
+class _Places:
+    """Which weights the modules of a file are for.
+
+    Args:
+        keys: Of each module that has some.
+        misfits: Modules whose weights have another shape.
+        find: Looks for them in the model, where the file's modules are needed under the model's names.
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[str, tuple[str, ...]],
+        misfits: Mapping[str, Misfit],
+        find: Callable[[], Placement],
+    ) -> None:
+        self.keys, self.misfits, self._find = keys, misfits, find
+
+    @classmethod
+    def of(cls, verdict: LoraVerdict, lora: LoraFile, find: Callable[[], Placement]) -> "_Places | None":
+        """Those of a verdict; None if it does not have them all."""
+        if tuple(module.name for module in verdict.modules) != lora.names:
+            return None
+        if any(module.reason is not None and module.model_shape is not None for module in verdict.modules):
+            return None  # of a misfit it does not name the weight
+        return cls({module.name: module.layers for module in verdict.modules}, {}, find)
+
+    @cached_property
+    def lora(self) -> LoraFile | None:
+        """The file under the model's names."""
+        return self._find().lora
 
 
 def _on_host(patches: Sequence[AppliedPatch]) -> Iterator[AppliedPatch]:
@@ -214,7 +258,7 @@ def _on_host(patches: Sequence[AppliedPatch]) -> Iterator[AppliedPatch]:
 
 
 def _applied_module(
-    lora: LoraFile, name: str, placing: Placement, patches: Mapping[str, Sequence[AppliedPatch]]
+    lora: LoraFile, name: str, placing: _Places, patches: Mapping[str, Sequence[AppliedPatch]]
 ) -> AppliedModule:
     misfit = placing.misfits.get(name)
     keys = placing.keys.get(name) or (() if misfit is None else (misfit.key,))
@@ -261,7 +305,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize == 1 or bool(torch.isfinite(tensor).all())
 
 
-def _matching_form(own: Change, placing: Placement, key: str, patch: AppliedPatch) -> Change | None:
+def _matching_form(own: Change, placing: _Places, key: str, patch: AppliedPatch) -> Change | None:
     """The file's change if the patch is that; or its divided or joined form, for a fused matrix; or None."""
     if is_same(own, patch):
         return own

@@ -264,7 +264,9 @@ def analyze_lora_application_results(
     if in_conditioning and effective.value is False:
         effective = Reading(None, _WHILE_IT_SAMPLES)
     on_unet, on_clip, left_off = _models_with_lora(unet, clip, modified_unet, modified_clip)
-    on_model = match_applied(path, on_unet, on_clip, unet.patches_on, clip.patches_on)
+    is_whole = on_unet is modified_unet and on_clip is modified_clip
+    placed = verdict.value if is_whole else None
+    on_model = match_applied(path, on_unet, on_clip, unet.patches_on, clip.patches_on, placed)
     on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
     findings = application_findings(
         [("Denoiser", unet.weights, unet.patches), ("Text encoders", clip.weights, clip.patches)],

@@ -149,7 +149,12 @@ def _name_of(module: nn.Module, usual: str) -> str:
 
 
 def match_applied(
-    path: object, unet: object, clip: object, on_unet: ModelPatches, on_clip: ModelPatches
+    path: object,
+    unet: object,
+    clip: object,
+    on_unet: ModelPatches,
+    on_clip: ModelPatches,
+    placed: LoraVerdict | None = None,
 ) -> Reading[AppliedVerdict]:
     """Find the modules of a LoRA file among the changes that are on both models. Never raises.
 
@@ -159,14 +164,20 @@ def match_applied(
         clip: The text encoders, likewise.
         on_unet: The changes on the denoiser.
         on_clip: Those on the text encoders.
+        placed: What `match_file` said of the file and the same models, so that it is not placed anew.
     """
     if path is None:
         return Reading(None, NOT_GIVEN)
-    return attempt(lambda: _judge_applied(Path(path), unet, clip, on_unet, on_clip))  # type: ignore[arg-type]
+    return attempt(lambda: _judge_applied(Path(path), unet, clip, on_unet, on_clip, placed))  # type: ignore[arg-type]
 
 
 def _judge_applied(
-    path: Path, unet: object, clip: object, on_unet: ModelPatches, on_clip: ModelPatches
+    path: Path,
+    unet: object,
+    clip: object,
+    on_unet: ModelPatches,
+    on_clip: ModelPatches,
+    placed: LoraVerdict | None,
 ) -> AppliedVerdict:
     modules = _named_modules(unet, clip)
     names = names_of_all(unet, clip)
@@ -175,7 +186,7 @@ def _judge_applied(
         for side, applied in enumerate((on_unet, on_clip))
         for patch in applied.patches
     ]
-    verdict = judge_applied(path, patches, modules or None)
+    verdict = judge_applied(path, patches, modules or None, placed if modules else None)
     left_out = [module for module in verdict.missing if (clip if is_for_text(module.name) else unet) is None]
     return _without(verdict, left_out) if modules else verdict
 

@@ -500,7 +500,7 @@ def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
         own, inner = tree.own[index], tree.modules[index]
         if own.get("_parameters") or own.get("_buffers") or isinstance(inner, ATTENTION_LAYERS):
             for name, tensor in (*own_parameters(inner), *own_buffers(inner, transient=False)):
-                yield place._replace(name=place.name + name, path=place.path + name), tensor
+                yield _Place(place.name + name, place.path + name, place.in_adapter, place.wrapped), tensor
 
 
 def _places(tree: ModuleTree) -> list[tuple[_Place, int]]:

@@ -1,6 +1,7 @@
 """Files that diffusers loaded, or not, into the tiny pipelines."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES, make_pipeline
 
+from sigmascope.lora import applied_verdict
 from sigmascope.lora.applied_verdict import judge_applied
+from sigmascope.lora.compatibility import judge_lora
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.peft import read_adapters
 
@@ -57,6 +60,21 @@ def test_what_diffusers_loaded_is_found(save: Save, family: str, format: str) ->
     assert verdict.findings == ()
     assert verdict.strengths == {1.0: len(verdict.modules)}
     assert verdict.modules[0].sources == ("style",)
+    placed = judge_lora(path, pipeline)
+    assert judge_applied(path, patches_of(pipeline), pipeline, placed) == verdict
+
+
+def test_a_file_that_was_placed_is_not_placed_once_more(
+    sd15: Any, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(sd15, "unet", only="attn1")
+    sd15.load_lora_weights(str(path.parent), weight_name=path.name)
+    placed, patches = judge_lora(path, sd15), patches_of(sd15)
+    expected = judge_applied(path, patches, sd15)
+    monkeypatch.delattr(applied_verdict, "place")
+    assert judge_applied(path, patches, sd15, placed) == expected
+    without = replace(placed, modules=placed.modules[1:])  # of another file
+    assert judge_applied(path, patches, sd15, without).error is not None
 
 
 def test_the_strength_is_the_adapters_weight(sd15: Any, save: Save) -> None:
