@@ -9,6 +9,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sigmascope.cli.root import app
+from sigmascope.errors import ConfigError, RecordError
+from sigmascope.history.location import STORE
+from sigmascope.history.store import open_store
 from sigmascope.records.run import Finding, Run, Stage
 
 
@@ -146,3 +149,18 @@ def test_a_folder_without_a_run_is_an_error_that_says_how_to_make_one(
     done = show()
     assert done.exit_code != 0
     assert "sigmascope watch" in getattr(done.exception, "hint", "")
+
+
+def test_a_level_of_privacy_that_is_none_is_named_as_it_was_typed(tmp_path: Path) -> None:
+    error = show(saved(tmp_path / "run.json"), "--prompts", "ful").exception
+    assert isinstance(error, ConfigError)
+    assert error.message == "--prompts ful does not exist."
+
+
+def test_a_run_that_is_nowhere_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STORE, f"sqlite:///{tmp_path / 'runs.db'}")
+    with open_store():
+        pass  # makes it
+    error = show("lates").exception
+    assert isinstance(error, RecordError)
+    assert error.message == "lates: does not exist. No run that is kept has the id lates."

@@ -106,6 +106,15 @@ def test_errors_have_the_exit_codes_that_are_documented(
     assert done.exception.exit_code == code
 
 
+def test_figures_that_may_be_asked_for_are_listed_once_each() -> None:
+    kept(*(on_day(day) for day in range(1, 8)))
+    error = invoked("trend", "--figure", "speed").exception
+    assert isinstance(error, ConfigError)
+    names = str(error.hint).removeprefix("Give one of ").removesuffix(".").split(", ")
+    assert "generation" in names
+    assert len(names) == len(set(names))
+
+
 def test_without_a_store_it_says_how_to_get_one() -> None:
     done = invoked("trend")
     assert isinstance(done.exception, StoreError)

@@ -568,7 +568,7 @@ def show(
     """
     from sigmascope.reports import print_run
 
-    privacy = privacy_of(prompts).name
+    privacy = privacy_of(prompts, f"--prompts {prompts}").name
     loaded = load_runs(runs) if runs else newest_runs(Path())
     asked = [surface for surface in surfaces() if wanted[surface.name]]
     for surface in asked:
@@ -701,7 +701,7 @@ def _runs_of(given: Path) -> "Iterator[tuple[Path, Run]]":
     except StoreError as error:
         if str(given).startswith(("latest", "@")):
             raise
-        message = f"does not exist, and no run that is kept has that id ({error.message})"
+        message = f"does not exist. {error.message}"
         raise RecordError(
             given, message, hint="Check the path. sigmascope runs lists what is kept."
         ) from error

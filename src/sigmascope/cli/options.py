@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_type
 import typer
 
 from sigmascope.errors import ConfigError
+from sigmascope.files import reason_of
 from sigmascope.lora.format_names import FormatName
 
 if TYPE_CHECKING:
@@ -550,5 +551,7 @@ def prompts_in(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--prompts {path} cannot be read ({error}).", hint="Give a UTF-8 file.") from error
+        raise ConfigError(
+            f"--prompts {path} cannot be read ({reason_of(error)}).", hint="Give a UTF-8 file."
+        ) from error
     return [line.strip() for line in lines if line.strip()]

@@ -116,7 +116,7 @@ def watch(
     from sigmascope.integrations.watch_settings import Settings
     from sigmascope.records.prompts import privacy_of
 
-    privacy_of(prompts)
+    privacy_of(prompts, f"--prompts {prompts}")
     settings = Settings(
         output=_writable(output, may_be_folder=True),
         trace=_writable(trace),

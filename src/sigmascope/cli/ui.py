@@ -55,7 +55,7 @@ def ui(
     """
     from sigmascope.records.prompts import privacy_of
 
-    privacy = privacy_of(prompts).name
+    privacy = privacy_of(prompts, f"--prompts {prompts}").name
     pages = Pages("the runs that were kept", own_parts(_store_named(store), privacy))
     serve_pages(lambda: pages, host, port, open_browser=open_browser, as_json=as_json)
 

@@ -148,7 +148,8 @@ def writer_of(path: Path) -> Writer:
         return _write_csv
     if path.suffix != PARQUET:
         raise ConfigError(
-            f"{path} ends in neither {CSV} nor {PARQUET}.", hint=f"Name it runs{CSV}, for example."
+            f"{path} ends in neither {CSV} nor {PARQUET}.",
+            hint=f"Name it runs{CSV}, for example; sigmascope runs export takes .jsonl, too.",
         )
     try:
         import pyarrow.parquet  # noqa: F401

@@ -170,7 +170,7 @@ def _of_records(store: Store, figure: str, points: Sequence[Point]) -> tuple[lis
             unit = of_run.unit
         found.append(point._replace(value=of_run.values[0] if of_run is not None and of_run.values else None))
     if latest and all(point.value is None for point in found):
-        names = ", ".join([*COLUMNS, STEP, *sorted(known)])
+        names = ", ".join(dict.fromkeys([*COLUMNS, STEP, *sorted(known)]))
         raise ConfigError(f"No run has the figure {figure!r}.", hint=f"Give one of {names}.")
     return found, unit
 

@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from yaml.nodes import MappingNode, ScalarNode
 
 from sigmascope.errors import ConfigError
+from sigmascope.files import reason_of
 from sigmascope.units import format_size
 
 TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
@@ -370,7 +371,7 @@ def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read ({error}).", hint="Save it as UTF-8.") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}).", hint=hint) from error
+        raise ConfigError(f"{path}: cannot be read ({reason_of(error)}).", hint=hint) from error
     try:
         data = yaml.load(text, Loader=_OnceLoader)  # a SafeLoader
     except yaml.YAMLError as error:

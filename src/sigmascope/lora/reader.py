@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import FileError, LoraFormatError, NonFiniteError, SigmascopeError
-from sigmascope.files import parse_json
+from sigmascope.files import parse_json, reason_of
 from sigmascope.lora.adapters import (
     DOWN,
     UP,
@@ -541,7 +541,7 @@ def read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfi
             raise LoraFormatError(f"{beside} is too large to be a configuration.")
         values = _parsed(str(beside), beside.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LoraFormatError(f"{beside} cannot be read ({error}).") from error
+        raise LoraFormatError(f"{beside} cannot be read ({reason_of(error)}).") from error
     return {"": PeftConfig(str(beside), values)}
 
 

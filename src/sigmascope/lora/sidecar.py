@@ -15,7 +15,7 @@ from sigmascope.checkpoints.checkpoint import is_existing, is_folder, is_regular
 from sigmascope.checkpoints.hub import hub_name, is_hub_name, local_model
 from sigmascope.checkpoints.reader import no_such_file, only_file
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.files import require_writable, short_path
+from sigmascope.files import reason_of, require_writable, short_path
 from sigmascope.lora.file import as_text
 
 ModelKey = Literal["base_model", "tuned_model"]
@@ -121,7 +121,7 @@ def _read(sidecar: Path, flags: str) -> Mapping[str, Any]:
         with sidecar.open("rb") as stream:
             content = stream.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{sidecar} cannot be read ({error}).", hint=f"Give {flags}.") from error
+        raise ConfigError(f"{sidecar} cannot be read ({reason_of(error)}).", hint=f"Give {flags}.") from error
     try:
         if len(content) > _MOST_BYTES:
             raise ValueError("it is too large")

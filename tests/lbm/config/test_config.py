@@ -172,7 +172,7 @@ def test_every_key_of_a_training_is_passed_over() -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read \(No such file or directory\)\."):
         load_config(tmp_path / "nothing.yaml")
 
 
