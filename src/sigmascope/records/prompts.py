@@ -93,6 +93,8 @@ _DEEPEST_TEXT: Final = 4  # levels of lists and dicts in an argument
 
 # Where a run's facts hold prompts, for `cleaner` and `without_texts`.
 _RECIPE, _ARGUMENTS = "recipe", "arguments"
+_GIVEN, _NOTHING_GIVEN = "given", "none"
+"""In a recipe, the arguments in words of ours: of a `negative_prompt` that was not given, "none"."""
 _PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRIVACY = "privacy"
@@ -429,6 +431,8 @@ def _prompts(value: Any) -> Iterator[str]:
         for key, item in value.items():
             if key == _RECIPE and isinstance(item, Mapping) and isinstance(item.get(_ARGUMENTS), Mapping):
                 yield from texts_of_call(item[_ARGUMENTS]).values()
+            if key == _GIVEN and isinstance(item, Mapping):
+                item = {name: given for name, given in item.items() if given != _NOTHING_GIVEN}
             yield from _texts(item) if _PROMPT_KEY.fullmatch(str(key)) else _prompts(item)
     elif isinstance(value, list | tuple):
         for item in value:

@@ -3,7 +3,7 @@ import json
 import pytest
 from tests.reports.tracing_runs import arguments_of, events_of, only, run_of
 
-from sigmascope.records.prompts import prompt_sha256
+from sigmascope.records.prompts import cleaner, prompt_sha256
 from sigmascope.records.run import Stage
 from sigmascope.reports.trace import trace_of
 
@@ -13,6 +13,21 @@ PROMPT = "a portrait of my neighbour"
 def test_a_prompt_is_its_hash() -> None:
     arguments = arguments_of(Stage("text_encoding", 0.0, 1.0, facts={"prompt": PROMPT}))
     assert arguments["prompt"] == f"<prompt sha256:{prompt_sha256(PROMPT)}>"
+
+
+def test_that_no_negative_prompt_was_given_hides_no_other_none() -> None:
+    facts = {
+        "prompts": {"prompt": {"sha256": "0" * 64, "text": PROMPT}},
+        "recipe": {
+            "given": {"negative_prompt": "none", "prompt_2": PROMPT},
+            "surroundings": {"FreeU": "none"},
+        },
+    }
+    clean = cleaner(run_of(Stage("generation", 0.0, 1.0, facts=facts)), "hash")
+    assert clean(facts["recipe"]) == {
+        "given": {"negative_prompt": "none", "prompt_2": f"<prompt sha256:{prompt_sha256(PROMPT)}>"},
+        "surroundings": {"FreeU": "none"},
+    }
 
 
 @pytest.mark.parametrize(
