@@ -262,6 +262,20 @@ def lora(**more: Any) -> dict[str, Any]:
     return {"loras": {"unet.style": {"strength": [1.0, 1.0], "layers": 4, "active": 4, **more}}}
 
 
+def test_a_lora_that_is_gone_explains_the_parameters_that_are_gone_with_it() -> None:
+    def of(lora: str | None, parameters: int) -> Run:
+        loras = {} if lora is None else {lora: {"strength": [1.0, 1.0], "active": 2, "layers": 2}}
+        sizes = {"text_encoder parameters": str(parameters)}
+        return generated(
+            recipe={"loras": loras, "surroundings": sizes}, means=(float(parameters), float(parameters))
+        )
+
+    said = "The outputs differ from the prompt_embeds of text_encoding on: "
+    with_it, without = of("text_encoder.style", 12), of(None, 10)
+    assert said + "LoRAs text_encoder.style → none." in headline(without, with_it)
+    assert f"{said}text_encoder parameters 12 → 10." in headline(without, of("unet.style", 12))
+
+
 def test_a_loras_file_says_more_than_its_content() -> None:
     before, now = (
         generated(recipe=lora(content=digit * 2, file="style.safetensors", sha256=digit * 64))

@@ -157,16 +157,20 @@ def _is_same_lora(ours: Mapping[str, str], own: str, theirs: Mapping[str, str], 
 def _consequences(differences: Differences) -> list[str]:
     """Entries that differ only because another does.
 
-    A dtype changes the weights' fingerprint, because it rounds every value; a LoRA's file changes its content; a seed
-    and a device change the generator's state.
+    A dtype changes the weights' fingerprint, because it rounds every value; a LoRA's file changes its content, and a LoRA
+    the number of its component's parameters; a seed and a device change the generator's state.
     """
+    with_loras = {
+        lora.split(".")[0] for side in differences.get(LORAS, ()) for lora in side.split(", ") if "." in lora
+    }
     is_other = any(name in differences for name in ("seed", "generator device"))
     consequences = ["generator state"] if is_other and "generator state" in differences else []
     for name in differences:
         part, _, what = name.rpartition(" ")
         component = part.removeprefix("LoRA ").split(".")[0]
         is_file = what == "content" and f"{part} file" in differences
-        if is_file or (what in ("weights", "content") and f"{component} dtype" in differences):
+        is_of_lora = what == "parameters" and component in with_loras
+        if is_file or is_of_lora or (what in ("weights", "content") and f"{component} dtype" in differences):
             consequences.append(name)
     return consequences
 

@@ -20,6 +20,7 @@ from sigmascope.analysis.recipe import (
     DETERMINISTIC,
     ENVIRONMENT,
     FAULTS,
+    LORAS,
     NOT_SET,
     OTHERS_USED,
     READ,
@@ -377,6 +378,8 @@ def _causes(stages: Sequence[str], recipe: Differences) -> list[str]:
     """The differing entries that act in these stages first; if there are none, those of the machine, then those of no stage."""
     places = [_BELONGS_TO[stage] for stage in stages if stage in _BELONGS_TO]
     own = [name for place in places for name in recipe if place.fullmatch(name)]
+    if "text_encoding" in stages and any("text_encoder" in side for side in recipe.get(LORAS, ())):
+        own.insert(0, LORAS)
     elsewhere = [*_BELONGS_TO.values(), _MACHINE]
     return (
         list(dict.fromkeys(own))
