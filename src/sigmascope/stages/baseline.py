@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sigmascope.probes import Accelerator, memory_snapshot
-from sigmascope.probes.models import module_facts, modules_in
+from sigmascope.probes.models import module_facts, modules_in, offload_of, unwrap
 from sigmascope.probes.reading import Reading, attempt, attribute, error_text, exception_details, lookup
 from sigmascope.records.memory import (
     MIB,
@@ -395,8 +395,18 @@ def state_now(baseline: object, name: str) -> ModelStateDict:
         return _unknown_state("the model is gone, or cannot be weakly referenced")
     state = model_state(model)
     if state["class_type"] is not None:
-        state["changed"] = changes(before, state)
+        is_moved = attempt(lambda: _is_moved_to_work(model)).value
+        state["changed"] = [name for name in changes(before, state) if name != "device" or not is_moved]
     return state
+
+
+def _is_moved_to_work(model: object) -> bool:
+    """Whether hooks of offloading, or ComfyUI's patcher, move a model when it works: then another device is no change."""
+    patcher = model if hasattr(model, "patches_uuid") else getattr(model, "patcher", None)
+    module = unwrap(model)
+    return getattr(patcher, "load_device", None) is not None or (
+        module is not None and offload_of(module) is not None
+    )
 
 
 def _unknown_state(reason: str | None) -> ModelStateDict:

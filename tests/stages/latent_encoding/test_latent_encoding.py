@@ -168,6 +168,21 @@ def test_what_the_vae_raised_is_on_record() -> None:
     assert "expected 3 channels" in printed(found)
 
 
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_a_vae_that_offloading_moves_has_not_changed(offloaded: bool) -> None:
+    from accelerate.hooks import CpuOffload, add_hook_to_module
+    from diffusers import AutoencoderTiny
+
+    sizes = {"encoder_block_out_channels": (8,), "decoder_block_out_channels": (8,)}
+    vae = AutoencoderTiny(**sizes, num_encoder_blocks=(1,), num_decoder_blocks=(1,))
+    if offloaded:
+        add_hook_to_module(vae, CpuOffload(execution_device="meta"))
+    baseline = capture_latent_generation_baseline(vae, PICTURES)
+    vae.to("meta")
+    found = analyze_latent_generation_results(baseline, torch.zeros(2, 4, 32, 48), 1.0, 1)
+    assert ("vae_changed" in {one["id"] for one in found["findings"]}) is not offloaded
+
+
 def test_a_vae_that_was_moved_or_cast_is_found_out(make_vae: Any) -> None:
     from diffusers import AutoencoderTiny
 
