@@ -60,6 +60,17 @@ def seconds(value: int | float | None) -> str:
     return f"{value:.2f} s" if value < 99.95 else f"{value:,.0f} s"
 
 
+def time_to_come(value: int | float | None) -> str:
+    """A duration that is an estimate, or goes on: whole seconds, minutes or hours, as in "3 h 2 min"."""
+    if value is None or not math.isfinite(value) or value < 0:
+        return UNKNOWN
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def took(value: int | float | None) -> str:
     """What something took, such as "took 2.45 s"; in words, too, where that is not known."""
     shown = seconds(value)

@@ -466,3 +466,10 @@ def test_a_place_that_imports_is_in_the_row_of_imports() -> None:
     assert places_of(run_of(stage, facts={**seen, "imports": {"torch": 1.0}})) == {
         "before the first stage": both[1:]
     }
+
+
+def test_a_run_that_took_no_time_says_so() -> None:
+    assert (
+        headline(Run("1", "", "2026-03-01T10:00:00+00:00", 0.0, stages=(Stage("x", 0.0, 0.0),)))
+        == "It took 0.00 s."
+    )

@@ -11,6 +11,7 @@ from sigmascope.units import (
     rough_percent,
     seconds,
     statistic,
+    time_to_come,
     took,
 )
 
@@ -70,3 +71,19 @@ def test_a_count_agrees_with_its_noun_and_verb() -> None:
     assert counted(1, "module has", "modules have") == "1 module has"
     assert counted(3, "module has", "modules have") == "3 modules have"
     assert counted(2_000, "step") == "2,000 steps"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (190, "3 min 10 s"),
+        (10959, "3 h 2 min"),
+        (None, "-"),
+        (-1.0, "-"),
+    ],
+)
+def test_what_is_still_to_come_is_told_as_people_do(value: float | None, words: str) -> None:
+    assert time_to_come(value) == words

@@ -360,7 +360,7 @@ def headline(run: Run, *, with_whole_error: bool = True) -> str:
     if first is None:
         where = _waste(run) or _start_and_each(run) or _longest(run)
         first = " ".join(filter(None, (*_told_first(run), where)))
-    return " ".join(filter(None, (first, _peak(run))))
+    return " ".join(filter(None, (first, _peak(run)))) or f"It took {units.seconds(run.seconds)}."
 
 
 def _told_first(run: Run) -> list[str]:

@@ -33,7 +33,7 @@ _MOST_CHANGES: Final = 10
 _MOST_CAUSES: Final = 3
 _LONGEST_HEADLINE: Final = 800
 _MOST_DOTS: Final = 600
-_WIDTH, _HEIGHT, _LEFT, _EDGE = 960, 180, 76, 12
+_WIDTH, _HEIGHT, _EDGE = 960, 180, 12
 _UP, _DOWN, _LEVEL, _DOT = "var(--bad)", "var(--good)", "var(--c1)", "var(--c0)"
 NONE_CHANGED: Final = "no change point"
 
@@ -245,26 +245,20 @@ def checks_as_markdown(
 def picture(series: Series) -> Markup:
     """The series as SVG for a page with the house's colours: a dot a run, a line for each level, a tip under the mouse.
 
-    Of more than 600 runs some are left out, evenly; the levels are those of all.
+    Of more than 600 runs some are left out, evenly; the levels are those of all. What the axes say stands around the SVG, which
+    is small on a phone, and its letters would be too.
     """
     values, runs = series.values, series.runs
     most = float(max(values)) or 1.0
     across = max(len(values) - 1, 1)
 
     def x(index: int) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _EDGE) * index / across
+        return _EDGE + (_WIDTH - 2 * _EDGE) * index / across
 
     def y(value: float) -> float:
-        return _HEIGHT - 2 * _EDGE - (_HEIGHT - 3 * _EDGE) * value / most
+        return _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * value / most
 
-    shapes = [
-        svg.line((_LEFT, y(0.0)), (_WIDTH - _EDGE, y(0.0)), "var(--line)"),
-        svg.label(_LEFT - 8, y(0.0) + 4, "0", anchor="end"),
-        svg.label(_LEFT - 8, y(most) + 4, amount(most, series.unit), anchor="end"),
-        svg.label(_LEFT, _HEIGHT - 4, day(runs[0].started_at)),
-    ]
-    if len(runs) > 1:
-        shapes.append(svg.label(_WIDTH - _EDGE, _HEIGHT - 4, day(runs[-1].started_at), anchor="end"))
+    shapes = [svg.line((_EDGE, y(0.0)), (_WIDTH - _EDGE, y(0.0)), "var(--line)")]
     stride = max(1, -(-len(values) // _MOST_DOTS))
     for index in range(0, len(values), stride):
         tip = f"{in_one_line(runs[index].id)[:8]}, {day(runs[index].started_at)}: {amount(values[index], series.unit)}"
@@ -278,7 +272,10 @@ def picture(series: Series) -> Markup:
         place = x(told.change.at)
         shapes.append(svg.line((place, _EDGE), (place, y(0.0)), _UP if worse else _DOWN))
     about = svg.plain(f"{series.figure} of {counted(len(values), 'run')}: {state_in_words(series)}")
+    days = [svg.plain(day(run.started_at)) for run in (runs[0], *runs[1:][-1:])]
     return Markup(
+        f'<div><p class="axis fine"><span>from 0 to {svg.plain(amount(most, series.unit))}</span></p>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{about}" fill="var(--ink)" font-family="system-ui, sans-serif">'
         f"{''.join(shapes)}</svg>"
+        f'<p class="axis fine"><span>{"</span><span>".join(days)}</span></p></div>'
     )

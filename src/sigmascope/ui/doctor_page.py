@@ -10,7 +10,7 @@ from starlette.routing import Route
 from sigmascope.installation import install_extra
 from sigmascope.probes.doctor import DoctorReport, examine
 from sigmascope.ui.app import Part, page_of
-from sigmascope.units import UNKNOWN, format_size
+from sigmascope.units import UNKNOWN, counted, format_size
 
 
 def doctor_part() -> Part:
@@ -30,10 +30,10 @@ def _view(report: DoctorReport) -> dict[str, Any]:
     return {
         "machine": [
             ("System", host.os or UNKNOWN),
-            ("Processor", f"{host.cpu_model or UNKNOWN}, {host.cpu_count_logical or UNKNOWN} threads"),
+            ("Processor", f"{host.cpu_model or UNKNOWN}, {_threads(host.cpu_count_logical)}"),
             ("RAM", ram),
             ("Python", f"{host.python_version} ({report.python})"),
-            ("PyTorch", f"{torch['version']} ({build}), {torch['threads']} threads"),
+            ("PyTorch", f"{torch['version']} ({build}), {_threads(torch['threads'])}"),
         ],
         "libraries": [(name, version) for name, version in host.libraries.items() if name != "torch"],
         "devices": [
@@ -52,3 +52,7 @@ def _view(report: DoctorReport) -> dict[str, Any]:
         "settings": list(report.settings.items()),
         "advice": report.advice,
     }
+
+
+def _threads(number: object) -> str:
+    return counted(number, "thread") if isinstance(number, int) else f"{UNKNOWN} threads"

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from sigmascope.history.live import LiveRun, live_runs
 from sigmascope.ui.app import Part, page_of
-from sigmascope.units import UNKNOWN, counted, format_size, local_time, percent, seconds
+from sigmascope.units import UNKNOWN, counted, format_size, local_time, percent, seconds, time_to_come
 
 SECONDS: Final = 1.0
 """Between two looks."""
@@ -90,7 +90,7 @@ def _view(live: LiveRun) -> dict[str, Any]:
         "id": live.id,
         "name": live.name or "unnamed",
         "started": _moment(live.started_at),
-        "took": seconds(live.seconds),
+        "took": time_to_come(live.seconds),
         "where": live.stage or "between stages",
         "generation": counted(live.generations, "generation"),
         "steps": f"{live.steps:,}" + (f" of {live.planned:,}" if live.planned else "")
@@ -99,7 +99,7 @@ def _view(live: LiveRun) -> dict[str, Any]:
         "done": min(100.0, 100 * live.steps / live.planned) if live.planned else None,
         "share": percent(min(live.steps, live.planned), live.planned) if live.planned else "",
         "step": seconds(middle),
-        "left": seconds(left * middle) if live.planned and middle is not None and is_stepping else "",
+        "left": time_to_come(left * middle) if live.planned and middle is not None and is_stepping else "",
         "peak": UNKNOWN if live.peak_bytes is None else format_size(live.peak_bytes),
         "peak_of": live.peak_of,
         "process": f"process {live.process_id} on {live.host}",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
@@ -209,25 +209,37 @@ class LoraPages:
             found, error = await self._work([upload], partial(_inspect, upload.path))
             if found is None:
                 self.uploads.remove(upload)
-                raise Refusal(422, str(error), "Check the file: is it a LoRA?")
+                assert error is not None
+                raise Refusal(422, error.message, error.hint or None)
             upload.inspected = found
         return upload.inspected
 
-    async def _work(self, uploads: "list[Upload]", work: "Callable[[], Any]") -> tuple[Any, str | None]:
+    async def _work(self, uploads: "list[Upload]", work: "Callable[[], Any]") -> "tuple[Any, _WhyNot | None]":
         """What it gives, or why it gives nothing, with the files named as their owner does."""
         async with self._turn:
             self.working += 1
             try:
                 return await run_in_threadpool(work), None
             except SigmascopeError as error:
-                words = " ".join(filter(None, (str(error.message), error.hint)))
-                for upload in uploads:
-                    words = words.replace(str(upload.path), upload.name).replace(
-                        upload.path.name, upload.name
-                    )
-                return None, words
+                return None, _WhyNot(_as_named(error.message, uploads), _as_named(error.hint or "", uploads))
             finally:
                 self.working -= 1
+
+
+class _WhyNot(NamedTuple):
+    """Why files cannot be read, and the next step."""
+
+    message: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".rstrip()
+
+
+def _as_named(words: str, uploads: "list[Upload]") -> str:
+    for upload in uploads:
+        words = words.replace(str(upload.path), upload.name).replace(upload.path.name, upload.name)
+    return words
 
 
 class _Form:
@@ -333,6 +345,8 @@ def _require_safetensors(beginning: bytes, name: str, *, is_whole: bool) -> None
     is_long = len(beginning) > _LENGTH_BYTES
     length = struct.unpack("<Q", beginning[:_LENGTH_BYTES])[0] if is_long else 0
     is_header = 2 <= length <= _MOST_HEADER_BYTES and beginning[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
+    if is_whole and not beginning:
+        raise Refusal(415, f"{name} is empty.", "Download it again, or save it again.")
     if (is_long and not is_header) or (is_whole and not is_long):
         raise Refusal(
             415,
@@ -395,7 +409,7 @@ def _report_view(upload: Upload, report: LoraInspection, family: FileFamily) -> 
 
 
 def _cards(report: LoraInspection, family: FileFamily) -> list[dict[str, str]]:
-    known = UNKNOWN if family.family is None else title_of(family.family)
+    known = "not known" if family.family is None else title_of(family.family)
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in report.kinds.items())
     ranks = ", ".join(f"{rank} ({count})" for rank, count in list(report.ranks.items())[:3])
     scales = first_few([f"{scale:.3g}" for scale in report.scales], 3)

@@ -75,6 +75,29 @@ CONTRAST = """() => {
   return poor;
 }"""
 
+UNREADABLE = """() => {
+  const seen = (element) => element.checkVisibility({ visibilityProperty: true });
+  const faults = [];
+  for (const text of document.querySelectorAll("svg text")) {
+    if (seen(text) && text.getBoundingClientRect().height < 10) faults.push(`small: ${text.textContent}`);
+  }
+  for (const head of document.querySelectorAll("th")) {
+    if (seen(head) && !head.textContent.trim()) faults.push(`no head: ${head.closest("tr").textContent}`);
+  }
+  for (const control of document.querySelectorAll("a, button, select, input:not([type=hidden])")) {
+    const named = [...(control.labels ?? [])].map((label) => label.textContent).join("");
+    const name = control.getAttribute("aria-label") ?? (named || control.textContent);
+    if (seen(control) && !name.trim()) faults.push(`no name: ${control.outerHTML}`);
+  }
+  for (const line of document.querySelectorAll("main p, caption, main li")) {
+    const around = line.closest(".scroll, .panel");
+    if (seen(line) && around && line.scrollWidth > around.clientWidth) faults.push(`cut off: ${line.textContent}`);
+  }
+  const levels = [...document.querySelectorAll("h1, h2, h3, h4")].filter(seen).map((head) => Number(head.tagName[1]));
+  if (levels[0] !== 1 || levels.some((level, at) => level > (levels[at - 1] ?? 0) + 1)) faults.push(`levels: ${levels}`);
+  return faults;
+}"""
+
 
 class Server:
     """`sigmascope ui` as a process of its own."""
@@ -174,6 +197,7 @@ def test_every_page_is_readable_in_every_light(show: Callable[..., Any], server:
         for shut in page.query_selector_all("details:not([open]) > summary"):
             shut.click()
         assert page.evaluate(CONTRAST) == [], path
+        assert page.evaluate(UNREADABLE) == [], path
         assert page.evaluate("document.documentElement.scrollWidth") <= width, path
         assert [line for line in page.said if path != "nothing"] == [], path
         assert all(address.startswith(server.url) for address in page.asked), path

@@ -52,8 +52,8 @@ def test_a_run_in_progress_is_shown(browser: TestClient, url: str) -> None:
     assert not faults_of(answer.text)
     page = Parsed(answer.text)
     assert page.cells_after("Steps", 2) == ["2,500 of 10,000", "25 %"]
-    assert page.cells_after("A step", 2) == ["10.0 ms", "75.00 s"]  # 7,500 of 10 ms each
-    assert page.cells_after("Time", 2) == ["90.00 s", "2 generations"]
+    assert page.cells_after("A step", 2) == ["10.0 ms", "1 min 15 s"]  # 7,500 of 10 ms each
+    assert page.cells_after("Time", 2) == ["1 min 30 s", "2 generations"]
     assert page.cells_after("Peak so far", 2) == ["3 GB", "cuda:0"]
 
 

@@ -74,7 +74,14 @@ def test_a_dropped_file_is_inspected(browser: TestClient, tmp_path: Path) -> Non
     report = inspect_lora(tmp_path / "fox.safetensors")
     assert page.cells_after("Format", 1) == ["kohya"]
     assert page.cells_after("Strength ‖ΔW‖", 1) == ["3.74"] == [statistic(report.norm)]  # √14
-    assert page.cells_after("Kept", 6) == ["1", "64.3 %", "2", "92.9 %", "4", "100.0 %"]  # 9 and 13 of 14
+    assert page.cells_after("Kept as a bar", 6) == [
+        "1",
+        "64.3 %",
+        "2",
+        "92.9 %",
+        "4",
+        "100.0 %",
+    ]  # 9 and 13 of 14
     assert page.cells_after("down_blocks.1", 2) == ["1", "4"]
     assert page.cells_after("diffusers 0.42 with PEFT", 2) == ["1 of 1", "1"]
     assert page.cells_after("trigger", 1) == ["fox style"]
@@ -115,7 +122,7 @@ class Exploit:
     [
         (pickle.dumps(Exploit()), 415, "no safetensors file"),
         (b"PK\3\4" + bytes(5000), 415, "no safetensors file"),
-        (b"", 415, "no safetensors file"),
+        (b"", 415, "is empty"),
         (b"\2", 415, "no safetensors file"),
         (struct.pack("<Q", 10**12) + b"{}", 415, "no safetensors file"),
         (struct.pack("<Q", 5) + b"[1,2]", 415, "no safetensors file"),
