@@ -187,6 +187,12 @@ def test_the_runs_of_several_processes_become_one_that_names_the_slowest(tmp_pat
     assert "rank 1" in did("show", tmp_path / "all.json").stdout
 
 
+def test_where_metrics_were_written_is_said(tmp_path: Path) -> None:
+    on_day(1, "aaaa1111").save(tmp_path / "run.json")
+    said = did("show", tmp_path / "run.json", "--prometheus", tmp_path / "runs.prom").stderr
+    assert "The metrics are in" in " ".join(said.split())
+
+
 def test_a_merge_says_which_machine_is_slow_and_which_rank_is_missing(tmp_path: Path) -> None:
     for rank, seconds in enumerate((10.0, 14.0)):
         group = {"rank": rank, "world_size": 3, "machine": f"node-{rank}"}

@@ -575,7 +575,8 @@ def show(
         path = wanted[surface.name]
         if isinstance(path, Path):
             surface.write(loaded, path, privacy)
-            say(f"The {surface.noun} is in {path}", err=True)
+            verb = "are" if surface.noun.endswith("s") else "is"
+            say(f"The {surface.noun} {verb} in {path}", err=True)
     if browser or (browser is None and not runs and _has_browser() and not (full or asked or as_json)):
         _open_in_browser(loaded, privacy)
     for surface in asked:
