@@ -410,3 +410,16 @@ def test_a_damaged_record_says_so(store: Store, file: Path) -> None:
         writer.commit()
     with pytest.raises(StoreError, match="damaged"):
         store.record(store.runs()[0].number)
+
+
+def test_ranks_of_one_launch_are_not_runs_before_each_other(store: Store) -> None:
+    for launch in range(2):
+        for rank in range(2):
+            facts = {"group": {"rank": rank, "world_size": 2, "machine": "a"}}
+            at = f"2026-03-01T0{launch}:00:0{rank}+00:00"
+            store.add(kept_run(id=f"{launch}{rank}", started_at=at, facts=facts), "watch")
+    alone = kept_run(id="alone", started_at="2026-03-01T03:00:00+00:00")
+    store.add(alone, "watch")
+    newest, last, *_ = store.runs()
+    assert [run.row.id for run in store.comparable_before(last, limit=9)] == ["01"]
+    assert store.comparable_before(newest, limit=9) == []

@@ -12,6 +12,7 @@ from sigmascope.analysis.recipe import recipe_digest
 from sigmascope.errors import ConfigError
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.failures import outcome_of
+from sigmascope.records.merge import place_of
 from sigmascope.records.performance import BENCHMARK, work_of
 from sigmascope.records.run import (
     RECIPE,
@@ -91,7 +92,7 @@ def row_of(run: Run) -> Row:
         _pipeline(run, case),
         _model(run, case, performance, noted),
         recipe_digest(run),
-        _text(work_of(run.facts)) or None,
+        _text(work_of(run.facts)) or _rank(run),
         device,
         _hardware(run.host, device),
         **_size(case, noted),
@@ -99,6 +100,12 @@ def row_of(run: Run) -> Row:
         version=_text(None if run.host is None else run.host.libraries.get("sigmascope")),
         loras=tuple(dict.fromkeys(filter(None, map(_text, _loras(run))))),
     )
+
+
+def _rank(run: Run) -> str | None:
+    """Ranks of one launch work side by side: none of them is a run before another one."""
+    place = place_of(run)
+    return None if place is None else f"rank {place.rank} of {place.world_size}"
 
 
 def moment_in_utc(moment: datetime) -> str:
