@@ -19,6 +19,7 @@ from sigmascope.history import keeper
 from sigmascope.history.keeper import finish, keep, keep_all, unkept_files
 from sigmascope.history.location import KEEP, STORE, store_url, unkept_folder
 from sigmascope.history.store import Store, open_store
+from sigmascope.records.run import Run
 from sigmascope.records.serialization import load_run
 
 
@@ -96,6 +97,29 @@ def test_what_is_wrong_with_the_store_is_said_once_and_every_run_is_written_besi
     assert "damaged" in line
     assert str(file.with_suffix(".unkept")) in line
     assert "runs import" in line
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_store_that_is_deleted_while_it_is_open_costs_no_run(
+    is_replaced: bool, file: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Linux and macOS writes to a file that is gone succeed."""
+    add = Store.add
+
+    def add_to_nowhere(store: Store, run: Run, *arguments: Any, **named: Any) -> bool:
+        if run.id == "second":
+            file.unlink()
+            if is_replaced:
+                file.touch()
+        return add(store, run, *arguments, **named)
+
+    monkeypatch.setattr(Store, "add", add_to_nowhere)
+    with keeper.Keeper() as writer:
+        for name in ("first", "second", "third"):
+            writer.write(kept_run(id=name), "watch", said.append, store_url())
+    assert [load_run(path).id for path in unkept_files()] == ["second"]
+    assert kept_ids() == ["third"]
+    assert "was deleted or replaced while it was open; the run is in" in said[-1]
 
 
 def test_a_folder_that_cannot_be_written_is_no_loss_either(file: Path, said: list[str]) -> None:

@@ -234,6 +234,20 @@ def refusal(url: str | None = None) -> StoreError:
     return refused.value
 
 
+def test_ctrl_c_ends_a_query(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises it where it runs itself, which SQLite lets it now and then."""
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sigmascope.history.store._go_on", interrupted)
+    long = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 500000) SELECT max(i) FROM n"
+    with pytest.raises(KeyboardInterrupt):
+        store.query(long)
+    monkeypatch.undo()
+    assert store.query(long)[1] == [(500000,)]
+
+
 def test_a_store_of_a_later_version_is_left_alone(store: Store, file: Path) -> None:
     with closing(sqlite3.connect(file)) as writer:
         writer.execute("UPDATE alembic_version SET version_num = '99'")

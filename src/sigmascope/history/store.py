@@ -69,6 +69,8 @@ _BACKENDS: Final = (("sqlite", ""), ("sqlite", "pysqlite"), ("postgresql", "psyc
 """Databases and drivers that a store can be of."""
 _NO_ROOM_TO_SHARE: Final = "SQLITE_IOERR_SHMSIZE"
 """What SQLite calls a full disk where it makes the file beside the store that readers share."""
+_INTERRUPTED: Final = "SQLITE_INTERRUPT"
+"""What SQLite calls the end of a query by Ctrl-C."""
 _LOCKED: Final = "is locked"
 """Of SQLite's words: another process has the lock."""
 _PREPARING: Final = 7305
@@ -112,6 +114,8 @@ _NETWORK: Final = frozenset(
 """File systems on which processes share no memory, and locks may be those of one machine alone."""
 _SQLITE_SELECT, _SQLITE_READ, _SQLITE_FUNCTION, _SQLITE_RECURSIVE = 21, 20, 31, 33
 """What SQLite's authorizer calls the parts of a query."""
+_STEPS_BETWEEN_LOOKS: Final = 1_000_000
+"""Of SQLite's machine, some 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,7 @@ class Store:
         self.file = file_of(url)
         self.name = str(self.file) if self.file is not None else _without_password(self._url)
         self.is_new = False
+        self._identity: tuple[int, int] | None = None
         self._engine = self._made_engine()
 
     @property
@@ -324,6 +329,7 @@ class Store:
                 f"The store of runs {self.name} is {what}.",
                 hint=f"Name a file: {STORE}=/path/runs.db. To keep no runs: {KEEP}=0",
             )
+        self._identity = self._file_now()
         with self._reading() as connection:
             revision = _revision(connection)
         if revision == REVISION:
@@ -335,6 +341,27 @@ class Store:
             if revision != REVISION:
                 self._migrate(connection, revision)
                 self.is_new = revision is None
+
+    def _file_now(self) -> tuple[int, int] | None:
+        """What tells the file from another one of its name; None: there is none."""
+        if self.file is None:
+            return None
+        with suppress(OSError):
+            facts = os.stat(self.file)  # noqa: PTH116 - as above
+            return facts.st_dev, facts.st_ino
+        return None
+
+    def _require_file(self) -> None:
+        """Refuse a write that went into a file which nobody finds any more.
+
+        Raises:
+            StoreError: The file was deleted, or another took its place, since it was opened.
+        """
+        if self._file_now() != self._identity:
+            raise StoreError(
+                f"The store of runs {self.name} was deleted or replaced while it was open.",
+                hint="Open it again; a new one is made.",
+            )
 
     def _make_file(self, file: Path) -> None:
         """An empty file that only its owner reads; SQLite gives the files beside it the same mode."""
@@ -395,7 +422,7 @@ class Store:
 
         Raises:
             OtherRunError: Another run has its id.
-            StoreError: The store cannot be written.
+            StoreError: The store cannot be written, or its file is gone.
             ConfigError: The run holds impossible times.
             TypeError: A fact of the run is of a type that JSON lacks.
         """
@@ -424,6 +451,7 @@ class Store:
             )
             if prune and self.is_sqlite:
                 _prune(connection, MOST_RUNS, MOST_BYTES)
+        self._require_file()
         return True
 
     def tag(self, numbers: Sequence[int], tag: str) -> None:
@@ -577,16 +605,20 @@ class Store:
 
         Raises:
             ConfigError: The database refuses the query.
+            KeyboardInterrupt: Ctrl-C ended it.
         """
         with self._engine.connect() as connection:
             try:
                 if self.is_sqlite:
                     raw = cast(Any, connection.connection.driver_connection)
                     raw.set_authorizer(_only_reads)
+                    # Ctrl-C is heard where Python runs, which it does not within a query that has no end.
+                    raw.set_progress_handler(_go_on, _STEPS_BETWEEN_LOOKS)
                     try:
                         return _answer(raw.execute(sql), limit)
                     finally:
                         raw.set_authorizer(None)
+                        raw.set_progress_handler(None, 0)
                 with connection.begin():
                     connection.execute(text("SET TRANSACTION READ ONLY"))
                     raw = cast(Any, connection.connection.driver_connection)
@@ -600,6 +632,8 @@ class Store:
                 if not isinstance(error, known) and not type(error).__module__.startswith(drivers):
                     raise
                 cause = error.orig if isinstance(error, DBAPIError) else error
+                if getattr(cause, "sqlite_errorname", None) == _INTERRUPTED:
+                    raise KeyboardInterrupt from None
                 raise ConfigError(
                     f"The query failed: {printable(' '.join(str(cause).split())).rstrip('.')}.",
                     hint="The tables are in docs/history.md; a query can only read.",
@@ -720,6 +754,11 @@ def _answer(cursor: Any, limit: int | None) -> tuple[list[str], list[tuple[Any, 
     if not names:
         raise ConfigError("The query is empty.", hint="Write one: sigmascope runs query 'SELECT * FROM runs'")
     return names, list(itertools.islice(cursor, None if limit is None else min(limit, sys.maxsize)))
+
+
+def _go_on() -> int:
+    """SQLite asks now and then: 0 lets the query go on."""
+    return 0
 
 
 def _only_reads(action: int, *_: object) -> int:
