@@ -38,20 +38,19 @@ for kill in range(int(sys.argv[1])):
     writer = os.fork()
     if writer == 0:
         with open_store() as store:
-            os.write(tell, b"begin ")
             for number in range(10_000):
                 run = kept_run(id=f"{kill}-{number}", loras={"unet.x": {}})
                 store.add(run, "watch", tags=["told"], prune=True)
                 os.write(tell, f"{run.id} ".encode())
     os.close(tell)
-    said = os.read(told, 6)
+    said = os.read(told, 65536)
     time.sleep(randomly.uniform(0, 0.1))
     os.kill(writer, signal.SIGKILL)
     while part := os.read(told, 65536):
         said += part
     os.close(told)
     os.waitpid(writer, 0)
-    print(said.decode().removeprefix("begin "), flush=True)
+    print(said.decode(), flush=True)
     if len(sys.argv) > 2:
         with closing(sqlite3.connect(sys.argv[2])) as reader:
             for check in ("integrity_check", "foreign_key_check"):
@@ -92,7 +91,7 @@ def require_confirmed(kills: int, file: Path | None) -> None:
     with started(KILLS, kills, *([] if file is None else [file])) as process:
         confirmed = process.communicate(timeout=1800)[0].split()
     assert process.returncode == 0
-    assert len(confirmed) > kills
+    assert len(confirmed) >= kills
     with open_store(create=False) as store:
         kept = store.runs()
         assert set(confirmed) <= {run.row.id for run in kept}
