@@ -70,7 +70,7 @@ def has_hands_off() -> bool:
     return getattr(_HERE, "hands_off", False)
 
 
-_MOST_FORK_SECONDS = 0.25
+_MOST_FORK_SECONDS = 0.5
 """A fork waits no longer for a database. Its child then leaves the database alone, see `was_forked_amid`."""
 _MOST_IMPORT_SECONDS = 5.0
 """A fork waits no longer for an import: one may hang, on a disk of another machine."""
@@ -129,10 +129,14 @@ def was_forked_amid() -> bool:
 
 def _before_fork() -> None:
     _forking.add(threading.get_ident())
-    began = time.monotonic()
-    has_lock = _unforked.acquire(timeout=_MOST_FORK_SECONDS)
-    while not has_lock and _importing and time.monotonic() < began + _MOST_IMPORT_SECONDS:
-        has_lock = _unforked.acquire(timeout=0.01)
+    now = time.monotonic()
+    until, longest = now + _MOST_FORK_SECONDS, now + _MOST_IMPORT_SECONDS
+    has_lock = False
+    while not has_lock and now < until:
+        has_lock = _unforked.acquire(timeout=min(until - now, 0.01))
+        now = time.monotonic()
+        if _importing and now < longest:  # after which it is let pass
+            until = now + _MOST_FORK_SECONDS
     _waited.has_lock = has_lock
 
 

@@ -243,7 +243,7 @@ class Keeper:
 
     def _write_beside(self, run: Run, say: Say, url: str, reason: str | None = None) -> None:
         """Write a run as JSON, and say why; no reason: the time was up, which is news only where nothing was said yet."""
-        is_known = reason is None and url in self._told_where
+        is_late = reason is None
         reason = " ".join((reason or "keeping the last runs took too long").split()).rstrip(".")
         name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.json"
         refused = ""
@@ -259,6 +259,7 @@ class Keeper:
                 break
         else:
             line = f"{reason}; the run was not kept ({refused})"
+        is_known = is_late and url in self._told_where  # by now
         self._told_where.add(url)
         if not is_known:
             self._tell(say, line)
