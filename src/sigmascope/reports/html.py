@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -161,10 +162,18 @@ def template(name: str) -> jinja2.Template:
     return environment().get_template(name)
 
 
-def environment(*more: jinja2.BaseLoader) -> jinja2.Environment:
-    """Templates of `more`, and those of this folder. They make values harmless, and an undefined name is an error."""
+@cache
+def environment(*more: tuple[str, str]) -> jinja2.Environment:
+    """Templates of `more`, and those of this folder. They make values harmless, and an undefined name is an error.
+
+    Compiling a report's templates takes longer than filling them, so it is done once in a process.
+
+    Args:
+        more: Packages and their folders.
+    """
+    loaders = [jinja2.PackageLoader(package, folder) for package, folder in more]
     made = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([*more, jinja2.PackageLoader("sigmascope.reports", "")]),
+        loader=jinja2.ChoiceLoader([*loaders, jinja2.PackageLoader("sigmascope.reports", "")]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -78,7 +77,7 @@ def make_app(parts: Sequence[Part], *, host: str = "127.0.0.1", token: str | Non
         lifespan=lifespan,
     )
     app.state.parts = tuple(parts)
-    app.state.templates = html.environment(jinja2.PackageLoader("sigmascope.ui", "page"))
+    app.state.templates = html.environment(("sigmascope.ui", "page"))
     app.add_middleware(
         Guard, host=host, token=token, answer=lambda request, refusal: _told(app, request, refusal)
     )

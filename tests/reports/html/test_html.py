@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from tests.reports.html.payloads import PAYLOADS, run_that_holds
 
@@ -164,6 +165,12 @@ def test_the_record_is_in_it_whole() -> None:
     assert run_from_json(page.scripts[0]) == run_from_json(run_to_json(RUN))
 
 
+def test_templates_are_compiled_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    html = to_html(RUN)
+    monkeypatch.delattr(jinja2.Environment, "compile")
+    assert to_html(RUN) == html
+
+
 def test_nothing_is_asked_of_the_network() -> None:
     html = to_html(RUN)
     assert not re.search(r"(?:src|href)=\"(?!#)", html)
@@ -172,11 +179,15 @@ def test_nothing_is_asked_of_the_network() -> None:
     assert "url(" not in html
 
 
+@pytest.fixture(scope="module")
+def harmless() -> Page:
+    return Page(to_html([run_that_holds("harmless")] * 2, prompts="full"))
+
+
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_a_strangers_text_stays_text(payload: str) -> None:
-    plain = Page(to_html([run_that_holds("harmless")] * 2, prompts="full"))
+def test_a_strangers_text_stays_text(payload: str, harmless: Page) -> None:
     page = Page(to_html([run_that_holds(payload)] * 2, prompts="full"))
-    assert page.elements == plain.elements
+    assert page.elements == harmless.elements
     assert any(payload in text for text in page.texts)
 
 
