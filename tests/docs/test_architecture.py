@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+from functools import cache
 from pathlib import Path
 
 import sigmascope
@@ -40,6 +41,7 @@ def test_each_answer_is_in_a_file_of_its_row() -> None:
         assert set(re.findall(r"`(\w+)`", names)) <= defined, files
 
 
+@cache
 def _defined_in(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
