@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -53,6 +54,7 @@ from sigmascope.lora.module_names import (
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
 _TEXT_MODEL: Final = "text_model."
+_SECOND: Final = "transformer_2"
 _FLUX_MLP_RATIO = 4  # of the feed-forward part of FLUX' single blocks
 
 
@@ -150,6 +152,22 @@ def unfused(lora: LoraFile) -> LoraFile:
     if not stored or stored.keys() & {*lora.names}:
         return lora
     return replace(_made_by(lora, recipes), stored_names={**lora.stored_names, **stored})
+
+
+def layout_for(lora: LoraFile, layout: ModelLayout, path: Path | None) -> ModelLayout:
+    """A model's layout as a LoRA sees it: for one with modules for both denoisers, the model in a folder `transformer_2` is the
+    second.
+
+    Args:
+        lora: In any format.
+        layout: As the model's names tell.
+        path: The model's file; None where it is not known.
+    """
+    is_second = path is not None and path.parent.name == _SECOND and [*layout.prefixes] == ["denoiser"]
+    parts = {part for name in lora.names for part in parse_name(name).parts[:1]}
+    if not is_second or not {"denoiser", "denoiser_2"} <= parts:
+        return layout
+    return replace(layout, prefixes={"denoiser_2": layout.prefixes["denoiser"]})
 
 
 def of_first_denoiser(lora: LoraFile) -> LoraFile:

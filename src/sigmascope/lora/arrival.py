@@ -267,7 +267,7 @@ class ChangedMatrices(NamedTuple):
 def changed_matrices(lora: LoraFile, base: Checkpoint) -> ChangedMatrices:
     """Find the weights that a LoRA changes in a model, by names and shapes."""
     shapes = shapes_of(base)
-    placing = place(lora, shapes, weights_of(base))
+    placing = place(lora, shapes, weights_of(base), base.path)
     own = lora if placing.lora is None else placing.lora
     keys = {name: key for name in own.names if (key := _key_of(name, shapes)) is not None}
     landed = {key for keys_of_module in placing.keys.values() for key in keys_of_module}

@@ -20,7 +20,7 @@ from sigmascope.checkpoints.gguf_writer import GgufRewriter
 from sigmascope.checkpoints.rounding import Storage, recoded_rows
 from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import ChangedKeys, changed_keys, weights_of
+from sigmascope.lora.alignment import ChangedKeys, changed_keys, layout_for, weights_of
 from sigmascope.lora.arrival import Arrival, arrival_findings, together
 from sigmascope.lora.compatibility import (
     Mismatch,
@@ -275,7 +275,10 @@ def merge_into_checkpoint(
         shapes = {key: base.info(key).shape for key in base}
         layout = layout_of(shapes)
         opened = [files.enter_context(open_lora(path)) for path in paths]
-        changes = [changed_keys(lora, base.keys(), layout, weights_of(base)) for lora in opened]
+        changes = [
+            changed_keys(lora, base.keys(), layout_for(lora, layout, base.path), weights_of(base))
+            for lora in opened
+        ]
         _require_one_file(base, Path(into), changes)
         lora_files = [change.lora.path or path for change, path in zip(changes, paths, strict=True)]
         refuse_inputs(target, base)

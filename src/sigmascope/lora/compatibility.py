@@ -20,7 +20,7 @@ from torch import nn
 from sigmascope.checkpoints import Checkpoint, open_checkpoint, shard_of
 from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import align
+from sigmascope.lora.alignment import align, layout_for
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, is_layer_of, layout_of
 from sigmascope.lora.families.known import PARTS_BY_ENCODER
@@ -49,7 +49,12 @@ Model = object
 _REASONS_WITHOUT_NEAREST: Final = frozenset(
     {"text_encoder_missing", "part_missing", "base_incomplete", "layer_missing", "twice"}
 )
-_PART_TITLES: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
+_PART_TITLES: Final = {
+    "denoiser": "first denoiser",
+    "denoiser_2": "second denoiser",
+    "text_encoder_2": "second text encoder",
+    "text_encoder_3": "third text encoder",
+}
 _NUMBER: Final = re.compile(r"\d+")
 _MAX_PREFIX_WORDS: Final = 4
 _WORD: Final = re.compile(r"[^.]+\.")
@@ -107,7 +112,8 @@ def unmatched_reasons(
     idle = list(names)
     if not idle:
         return {}
-    reasons = MismatchReasons(lora, place(lora, shapes), file_family(lora), incomplete_base(shapes, path))
+    placing = place(lora, shapes, path=path)
+    reasons = MismatchReasons(lora, placing, file_family(lora), incomplete_base(shapes, path))
     return {name: reasons.explain(name) for name in idle}
 
 
@@ -188,7 +194,7 @@ def _module_verdicts(
     values: bool,
     base: Path | None,
 ) -> LoraVerdict:
-    placing, family = place(lora, shapes), file_family(lora)
+    placing, family = place(lora, shapes, path=base), file_family(lora)
     reasons = MismatchReasons(lora, placing, family, incomplete_base(shapes, base))
     modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in lora.names)
     if values:
@@ -437,15 +443,18 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
     return replace(module, finite=True, norm=norm, alpha=stated, scale=change.scale)
 
 
-def place(lora: LoraFile, shapes: Shapes, weights: Weights | None = None) -> Placement:
+def place(
+    lora: LoraFile, shapes: Shapes, weights: Weights | None = None, path: Path | None = None
+) -> Placement:
     """Find the weights that every module changes. No tensor is read, and nothing is raised.
 
     Args:
         lora: In any format.
         shapes: The shapes of all the model's weights, by key.
         weights: As for `align`.
+        path: The model's file, if it is known.
     """
-    layout = layout_of(shapes)
+    layout = layout_for(lora, layout_of(shapes), path)
     layers = [key.removesuffix(WEIGHT) for key in shapes]
     index = LayerIndex.of(layers, layout)
     own = tuple(key.removesuffix(WEIGHT) for key, shape in shapes.items() if is_layer(key, shape))

@@ -20,7 +20,7 @@ import torch
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.adapters import Adapter, DiffChange, WeightChange, form_delta
-from sigmascope.lora.alignment import align, of_first_denoiser, weights_of
+from sigmascope.lora.alignment import align, layout_for, of_first_denoiser, weights_of
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.compatibility import by_reason, energy_of, missing_in_variant, unmatched_reasons
 from sigmascope.lora.decompose import FormedChange
@@ -607,7 +607,8 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint, family: str | None = 
         layers += tuple(dict.fromkeys(beside.values()))
         prefixes = {part: start for part, start in ENCODER_PREFIXES.items() if part not in layout.prefixes}
         layout = replace(layout, prefixes={**layout.prefixes, **prefixes})
-    aligned = align(lora, layers, layout, weights=weights_of(checkpoint))
+    seen = layout_for(lora, layout, checkpoint.path)
+    aligned = align(lora, layers, seen, weights=weights_of(checkpoint))
     reasons = unmatched_reasons(lora, aligned.unmatched, shapes, checkpoint.path)
     lacking = missing_in_variant(reasons)
     none_such = f"{checkpoint.path.name} has no such layer"
@@ -657,7 +658,9 @@ def named_by_itself(
         LoraFormatError: The names contradict each other.
         ConfigError: The format names layers by their family, which is not known.
     """
-    if format in ("kohya", "comfyui"):
+    if (
+        format != "native"
+    ):  # hosts' files are for one denoiser: diffusers is told to load one into `transformer_2`
         lora = of_first_denoiser(lora)
     names = parse_names(lora, family)
     _refuse_twice(lora, names.layers)

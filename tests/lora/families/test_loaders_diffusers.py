@@ -50,7 +50,12 @@ def lora_of(family: str, start: str, *, alpha: bool) -> dict[str, Tensor]:
 def in_diffusers(family: str, state: dict[str, Tensor]) -> tuple[int, set[float]]:
     """How many modules a pipeline's `load_lora_weights` takes, and the factors on up·down; none if it refuses the file."""
     model = copy.deepcopy(small(family)).to_empty(device="cpu")
-    parts: dict[str, Any] = {"transformer": model, "connectors": None, "components": {}, "hf_device_map": None}
+    parts: dict[str, Any] = {
+        "transformer": model,
+        "connectors": None,
+        "components": {},
+        "hf_device_map": None,
+    }
     pipeline: Any = type("Pipeline", (LOADERS[family],), parts)()
     try:
         pipeline.load_lora_weights(dict(state))

@@ -153,11 +153,14 @@ def test_a_lora_of_the_second_denoiser_goes_into_one_that_is_given_alone(tmp_pat
     merged = load_file(tmp_path / "merged.safetensors")
     assert unlike(single_file("wan"), merged, in_original("wan", truth)) == []
     assert judge_lora(file, tiny("wan")).reasons == {}
-    for format in ("kohya", "comfyui"):
+    for format in (
+        "kohya",
+        "comfyui",
+        "peft",
+    ):  # diffusers loads `transformer.` with load_into_transformer_2=True
         convert_lora(file, tmp_path / "out.safetensors", format)
         arrived(put_into("wan", tmp_path / "out.safetensors"), truth)
-    convert_lora(file, tmp_path / "out.safetensors", "peft")
-    assert all(key.startswith("transformer_2.") for key in load_file(tmp_path / "out.safetensors"))
+        assert "transformer_2" not in "".join(load_file(tmp_path / "out.safetensors"))
 
 
 # One layer twice, and parts of a layer.
@@ -310,3 +313,25 @@ def test_peft_has_no_bias_of_a_layer_without_factors(tmp_path: Path) -> None:
     file = saved(tensors | {"diffusion_model.head.head.diff_b": torch.ones(4)}, tmp_path)
     with pytest.raises(LoraFormatError, match="beside the factors of its layer alone"):
         convert_lora(file, tmp_path / "peft.safetensors", "peft")
+
+
+def test_of_a_file_for_both_denoisers_each_folder_gets_its_own(tmp_path: Path) -> None:
+    """WAN 2.2 as diffusers saves LoRAs of it; its two denoisers have layers of the same names."""
+    high, of_high = LAYOUTS["wan-diffusers"].build()
+    low, of_low = dataclasses.replace(LAYOUTS["wan-diffusers"], start="transformer_2.").build()
+    low = {key: 2 * tensor if ".lora_B." in key else tensor for key, tensor in low.items()}
+    of_low = {path: 2 * change for path, change in of_low.items()}
+    file, merged = saved(high | low, tmp_path), tmp_path / "merged.safetensors"
+    before = tiny("wan").state_dict()
+    for folder, truth in (("transformer", of_high), ("transformer_2", of_low)):
+        tiny("wan").save_pretrained(tmp_path / folder)  # type: ignore[operator]
+        with pytest.raises(
+            ModelMismatchError, match=r"it is for the (?:first|second) denoiser, which was not"
+        ):
+            merge_into_checkpoint([file], tmp_path / folder, merged)
+        merge_into_checkpoint([file], tmp_path / folder, merged, allow_unmatched=True)
+        assert unlike(before, load_file(merged), truth) == []
+        with open_checkpoint(tmp_path / folder) as model:
+            assert len(judge_lora(file, model).matched) == len(truth)
+        convert_lora(file, tmp_path / "o.safetensors", "peft", model=tmp_path / folder, drop_unsupported=True)
+        arrived(factors_of(tmp_path / "o.safetensors"), truth)
