@@ -128,7 +128,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_layer_missing": VerdictRow(
         "warning",
         _OF_MODULES,
-        "All else applies: these modules are left out and count against the energy kept. WAN 2.2, for example, has no image "
+        "All else applies. A merge or conversion leaves these modules out and counts them against the energy kept. WAN 2.2, for example, has no image "
         "attention, which LoRAs of WAN 2.1's I2V model change.",
         "is for a layer that the model's family has, but this variant does not",
         "are for layers that the model's family has, but this variant does not",
