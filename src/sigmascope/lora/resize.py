@@ -734,7 +734,8 @@ def _require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
     reasons = {module.left_out for module in modules}
     if reasons == {"no_change"}:
         raise ConfigError(
-            f"all {len(modules)} changes are zero.", hint="Check the LoRAs and their --weights."
+            f"all {len(modules)} changes are zero.",
+            hint="Check the factors and alphas: sigmascope lora inspect. In a merge, check --weights too.",
         )
     if modules and None not in reasons:
         raise ConfigError(
