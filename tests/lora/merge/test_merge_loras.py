@@ -332,7 +332,7 @@ def test_loras_of_kin_that_share_no_layer_are_merged(tmp_path: Path) -> None:
 
 
 def test_weights_must_be_one_for_each(two: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="1 numbers for 2 LoRAs"):
+    with pytest.raises(ConfigError, match="has 1 number for 2 LoRAs"):
         merge_lora_files(two, tmp_path / "out.safetensors", CombineOptions((1.0,)))
 
 
