@@ -35,6 +35,10 @@ class Outcome(NamedTuple):
 SUCCESS, FAILURE, PENDING = Outcome("SUCCESS"), Outcome("FAILURE"), Outcome("PENDING")
 
 
+class Blocker:
+    """What a node gives that keeps those behind it from running."""
+
+
 class Handler:
     def __init__(self, name: str) -> None:
         self.name, self.enabled = name, True
@@ -125,6 +129,7 @@ class Host:
                 "execution",
                 "comfy_execution",
                 "comfy_execution.progress",
+                "comfy_execution.graph_utils",
                 "comfy_execution.utils",
                 "comfy.utils",
                 "comfy.lora",
@@ -174,6 +179,8 @@ class Host:
             host.here = Context(prompt_id, unique_id, None)
             try:
                 given = {name: values[0] for name, values in input_data_all.items()}
+                if any(isinstance(value, Blocker) for value in given.values()):
+                    return [[Blocker()] for _ in obj.RETURN_TYPES], {}, False, False
                 made = obj.run(**given)
                 if inspect.isawaitable(made):
                     task = asyncio.ensure_future(made)
@@ -221,6 +228,7 @@ class Host:
         self._set(
             "comfy_execution.progress", ProgressHandler=ProgressHandler, ProgressRegistry=ProgressRegistry
         )
+        self._set("comfy_execution.graph_utils", ExecutionBlocker=Blocker)
         self._set("comfy_execution.utils", get_executing_context=lambda: host.here)
         self._set("comfy.utils", load_torch_file=load_torch_file, ProgressBar=ProgressBar)
         self._set("comfy.lora", load_lora=load_lora)

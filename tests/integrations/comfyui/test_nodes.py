@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.comfyui.conftest import Watch
-from tests.integrations.comfyui.host import Host, Interrupted, Node, latent
+from tests.integrations.comfyui.host import Blocker, Host, Interrupted, Node, latent
 
 from sigmascope.integrations.comfyui.lora import use_of
 from sigmascope.integrations.comfyui.one_line import line_of
@@ -349,3 +349,48 @@ def test_a_prompt_s_wait_ends_where_its_record_begins() -> None:
     begun_ns = prompt._stage.started_ns - prompt.started_ns
     assert generation.started_seconds == pytest.approx(begun_ns / 1e9, abs=1e-9)
     assert begun_ns > 0
+
+
+def test_nodes_that_another_keeps_from_running_did_not_run(host: Host, watch: Watch) -> None:
+    host.nodes["Empty"] = Node(("LATENT",), lambda: (Blocker(),))
+    run = watch().run(with_node("Pass"))
+    assert states(run) == {"1": "run", "2": "run", "3": "blocked", "4": "blocked"}
+    assert run.facts["comfyui"]["success"]
+    assert "sampling" not in nodes(run)["3"].facts
+
+
+def black(**_: Any) -> Any:
+    return (latent(float("nan")),)
+
+
+def test_nan_that_was_kept_from_before_does_not_begin_where_it_is_taken(host: Host, watch: Watch) -> None:
+    host.nodes["Sampler"] = Node(("LATENT",), black)
+    watched = watch()
+    assert watched.run(GRAPH).facts["comfyui"]["first_odd_output"]["node"] == "3"
+    run = watched.run(with_node("Pass"), "prompt-2")
+    assert states(run)["3"] == "cached"
+    odd = {"what": "NaN", "node": "3", "class_type": "Sampler", "output": 0, "kept": True, "taken_by": "4"}
+    assert run.facts["comfyui"]["first_odd_output"] == odd
+    assert "NaN first in what was kept of Sampler (node 3)" in line_of(run)
+    [finding] = [one for one in run.findings if one.id.startswith("comfyui.")]
+    assert finding.id == "comfyui.odd_kept_output"
+    assert "had kept of Sampler (node 3)" in finding.message
+
+
+def test_what_was_kept_is_judged_as_it_is_now(host: Host, watch: Watch) -> None:
+    def spoil(x: Any) -> Any:
+        x["samples"].fill_(float("nan"))  # as no node should: ComfyUI keeps what it is given
+        return (x,)
+
+    host.nodes["Spoil"] = Node(("LATENT",), spoil)
+    watched = watch()
+    first = watched.run(with_node("Spoil")).facts["comfyui"]["first_odd_output"]
+    assert (first["node"], first.get("kept")) == ("4", None)
+    again = watched.run(with_node("Pass"), "prompt-2").facts["comfyui"]["first_odd_output"]
+    assert (again["node"], again["kept"], again["taken_by"]) == ("3", True, "4")
+
+
+def test_what_was_kept_and_is_sound_is_no_news(watch: Watch) -> None:
+    watched = watch()
+    watched.run(GRAPH)
+    assert "first_odd_output" not in watched.run(with_node("Pass"), "prompt-2").facts["comfyui"]

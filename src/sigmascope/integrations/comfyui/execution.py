@@ -3,6 +3,10 @@
 ComfyUI's progress says nothing of a node that fails, or of the inputs that a node gets.
 """
 
+import sys
+from collections.abc import Mapping
+from typing import Any
+
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.sampling import SAMPLING, is_sampler, sampling_facts
@@ -36,10 +40,23 @@ class Execution(Instrument):
     def _begins(self, call: Call) -> None:
         prompt, inputs = self.session.prompt_of(call.get("prompt_id")), call.get("input_data_all")
         node = None if prompt is None else prompt.nodes.get(call.get("unique_id"))
-        if prompt is not None and node is not None and isinstance(inputs, dict) and is_sampler(inputs):
+        if prompt is None or node is None or not isinstance(inputs, dict):
+            return
+        if _is_blocked(inputs):
+            node.state = "blocked"
+        elif is_sampler(inputs):
             node.is_sampler = True
             node.facts[SAMPLING] = sampling_facts(inputs)
             prompt.step_begins(node)
+
+
+def _is_blocked(inputs: Mapping[str, Any]) -> bool:
+    """Whether ComfyUI leaves the node out, because a node before it said that what follows is not to run."""
+    blocker = getattr(sys.modules.get("comfy_execution.graph_utils"), "ExecutionBlocker", None)
+    return blocker is not None and any(
+        isinstance(values, list) and bool(values) and all(isinstance(value, blocker) for value in values)
+        for values in inputs.values()
+    )
 
 
 INSTRUMENT = Execution

@@ -23,6 +23,11 @@ FINDINGS: Final = {
         "{what} begins in {class_type} (node {node}): no node before it gave any.",
         "Look at what this node was given: its model, its VAE's precision, its settings.",
     ),
+    "comfyui.odd_kept_output": Row(
+        "error",
+        "{what} came into {class_type} (node {node}) with what ComfyUI had kept of {source_class} (node {source}).",
+        "Change a value of that node, so that it runs anew. If it gives none then, a node has changed what it was given.",
+    ),
     "comfyui.tiled_fallback": Row(
         "warning",
         "{class_type} (node {node}) fell back to tiles, because memory ran out for the whole picture.",

@@ -47,7 +47,8 @@ def parts_of_line(run: Run) -> Iterator[str]:
         f"LoRA {verdict['says']}" for stage in nodes for verdict in stage.facts.get("lora_verdicts", ())
     )
     if (odd := facts.get("first_odd_output")) is not None:
-        yield f"{odd['what']} first in {odd['class_type']} (node {odd['node']})"
+        where = "what was kept of " if odd.get("kept") else ""
+        yield f"{odd['what']} first in {where}{odd['class_type']} (node {odd['node']})"
     if (stopped := facts.get("stopped_by")) is not None:
         how = "interrupted" if stopped["how"] == "execution_interrupted" else "failed"
         yield f"{how} in node {stopped['node']}"

@@ -38,7 +38,7 @@ FACTS: Final = frozenset(
     }
 )
 """What instruments put on a node's stage. What is found to be amiss with a node lies beside it, under the stage's name."""
-NodeState = Literal["run", "cached", "error", "interrupted", "not run"]
+NodeState = Literal["run", "cached", "blocked", "error", "interrupted", "not run"]
 T = TypeVar("T")
 _SEVERAL_AT_ONCE: Final = "ComfyUI told of several steps at once: some steps are the sum of several"
 _NO_BEGINNING: Final = "where a step began was not seen: it is left out"
@@ -245,7 +245,9 @@ class PromptRecording:
         kind = type(error) if isinstance(error, BaseException) else None
         self._context.run(self._stage.__exit__, kind, error, None)
         self._context.run(self.recorder.__exit__, kind, error, None)
-        self.facts["success"] = failed is None and all(node.state == "run" for node in self.nodes.values())
+        self.facts["success"] = failed is None and all(
+            node.state in ("run", "blocked") for node in self.nodes.values()
+        )
 
     def seconds_of_no_node(self) -> float:
         """What of the prompt passed while no node was open: queue of the graph, caches, and this watch itself."""

@@ -2,10 +2,12 @@
 
 One reduction for each tensor is queued on the host's thread, on the tensor's own device. Its two numbers are read at the
 prompt's end, when the device has long passed it. An empty latent is constant and meant to be: a constant counts only where
-something was made of a latent, or of a picture that was not constant itself.
+something was made of a latent, or of a picture that was not constant itself. What a node takes of one that did not run in
+this prompt, because ComfyUI kept its output, is looked at too: it may have been black before, or been changed since.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
@@ -22,6 +24,7 @@ from sigmascope.probes.tensors import leaves_of
 Kind = Literal["latent", "image", "other"]
 _MOST_TENSORS: Final = 32
 _ODD: Final = "odd_outputs"
+_KEPT: Final = "values that were kept"
 
 
 class _Look(NamedTuple):
@@ -31,18 +34,36 @@ class _Look(NamedTuple):
     place: str
     lowest_and_highest: tuple[Tensor, Tensor] | None
     why_not: str | None
+    taken_by: str | None = None
+    """The first node that took it, of an output that was kept from an earlier prompt."""
 
 
 class Values(Instrument):
-    """Wraps `execution.get_output_data`, and looks at what it gives."""
+    """Wraps `execution.get_output_data`, and looks at what it gives, and takes of what was kept."""
 
     name = "values"
     gives = "where NaN, infinity or a constant begins"
-    needs = (output_data("obj"),)
+    needs = (output_data("obj", "input_data_all"),)
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        self.wraps.append(Wrap(self.needs[0], self, after=self._outputs))
+        self.wraps.append(Wrap(self.needs[0], self, before=self._inputs, after=self._outputs))
+
+    def _inputs(self, call: Call) -> None:
+        prompt, inputs = self.session.prompt_of(call.get("prompt_id")), call.get("input_data_all")
+        if prompt is None or not isinstance(inputs, dict):
+            return
+        node_id = str(call.get("unique_id"))
+        looks: list[_Look] = prompt.until_the_end(self.name, list)
+        seen: set[tuple[str, int]] = prompt.until_the_end(_KEPT, set)
+        for name, source in _links(prompt, node_id):
+            if source[0] in prompt.nodes or source in seen:
+                continue
+            seen.add(source)
+            nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
+            kind = _kind(nodes.get(prompt.info(source[0]).get("class_type")), source[1])
+            for place, tensor in _tensors(inputs.get(name)):
+                looks.append(_look(*source, kind, place, tensor)._replace(taken_by=node_id))
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         prompt = self.session.prompt_of(call.get("prompt_id"))
@@ -55,9 +76,9 @@ class Values(Instrument):
         ):
             return  # of a node that expands, the outputs are those of its nodes
         looks: list[_Look] = prompt.until_the_end(self.name, list)
-        outputs, kinds = result[0], getattr(call.get("obj"), "RETURN_TYPES", ())
+        outputs = result[0]
         for slot, values in enumerate(outputs if isinstance(outputs, list) else ()):
-            kind: Kind = _KINDS.get(str(kinds[slot]) if slot < len(kinds) else "", "other")
+            kind = _kind(call.get("obj"), slot)
             for place, tensor in _tensors(values):
                 looks.append(_look(str(call.get("unique_id")), slot, kind, place, tensor))
 
@@ -71,18 +92,47 @@ class Values(Instrument):
             node = prompt.nodes.get(look.node)
             if look.kind != "other" and look.place in ("", "samples"):
                 constant[look.node, look.slot] = what == "constant"
-            if look.lowest_and_highest is None or what is None or node is None:
+            if look.lowest_and_highest is None or what is None:
+                continue
+            if look.taken_by is not None:
+                if what != "constant":
+                    odd.append(_odd(what, look, prompt) | {"kept": True, "taken_by": look.taken_by})
+                continue
+            if node is None:
                 continue
             if what == "constant" and not _matters(look, node, prompt, constant):
                 continue
             node.add(_ODD, {"what": what, "output": look.slot, "place": look.place})
-            odd.append({"what": what, "node": node.id, "class_type": node.class_type, "output": look.slot})
-        if odd:
-            prompt.facts["first_odd_output"] = odd[0]
-            tell(prompt.nodes[odd[0]["node"]], "comfyui.odd_output", what=odd[0]["what"])
+            odd.append(_odd(what, look, prompt))
+        if not odd:
+            return
+        first = prompt.facts["first_odd_output"] = odd[0]
+        if first.get("kept"):
+            source = {"source": first["node"], "source_class": first["class_type"]}
+            tell(prompt.nodes[first["taken_by"]], "comfyui.odd_kept_output", what=first["what"], **source)
+        else:
+            tell(prompt.nodes[first["node"]], "comfyui.odd_output", what=first["what"])
 
 
 _KINDS: Final[Mapping[str, Kind]] = {"LATENT": "latent", "IMAGE": "image"}
+
+
+def _kind(node: Any, slot: int) -> Kind:
+    """What an output of a node, or of its class, is."""
+    kinds = getattr(node, "RETURN_TYPES", ())
+    return _KINDS.get(str(kinds[slot]) if slot < len(kinds) else "", "other")
+
+
+def _links(prompt: PromptRecording, node_id: str) -> Iterator[tuple[str, tuple[str, int]]]:
+    """The inputs of a node that are another one's outputs: by name, that one's id and the output's number."""
+    for name, link in (prompt.info(node_id).get("inputs") or {}).items():
+        if isinstance(link, list) and len(link) == 2 and isinstance(link[1], int):
+            yield name, (str(link[0]), link[1])
+
+
+def _odd(what: str, look: _Look, prompt: PromptRecording) -> dict[str, Any]:
+    class_type = str(prompt.info(look.node).get("class_type", "unknown"))
+    return {"what": what, "node": look.node, "class_type": class_type, "output": look.slot}
 
 
 def _tensors(values: Any) -> Iterator[tuple[str, Tensor]]:
@@ -119,9 +169,7 @@ def _matters(
         return False
     if node.is_sampler:
         return True
-    links = (prompt.info(node.id).get("inputs") or {}).values()
-    sources = [(str(link[0]), link[1]) for link in links if isinstance(link, list) and len(link) == 2]
-    return any(constant.get(source) is False for source in sources)
+    return any(constant.get(source) is False for _, source in _links(prompt, node.id))
 
 
 INSTRUMENT = Values

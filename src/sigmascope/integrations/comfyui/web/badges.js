@@ -9,6 +9,10 @@ const GAP = 6;
 const SMALLEST = 0.75; // of a badge's size on the page, however far away the nodes are
 const LARGEST = 2; // times the nodes' own scale
 const NO_ID = "00000000-0000-0000-0000-000000000000"; // of workflows that were made of a prompt in a file
+const IDLE = {
+  cached: "Its output was kept from before.",
+  blocked: "A node before it kept it from running.",
+};
 
 export class Badges {
   /** `app` is ComfyUI's. */
@@ -101,9 +105,10 @@ export class Badges {
 
   make(node, figure, before) {
     before?.remove();
-    const said = figure.state === "cached" ? ["cached"] : [figure.time, figure.peak].filter(Boolean);
+    const idle = figure.state in IDLE;
+    const said = idle ? [figure.state] : [figure.time, figure.peak].filter(Boolean);
     const badge = element("button", {
-      kind: `badge ${figure.state === "cached" ? "cached" : figure.mark}`,
+      kind: `badge ${idle ? "cached" : figure.mark}`,
       type: "button",
       "data-node": figure.id,
       "aria-describedby": "sigmascope-tip",
@@ -121,7 +126,7 @@ export class Badges {
   }
 
   showTip(badge, figure) {
-    const lines = figure.state === "cached" ? ["Its output was kept from before."] : figure.details;
+    const lines = figure.state in IDLE ? [IDLE[figure.state]] : figure.details;
     this.tip.replaceChildren(
       ...figure.reasons.map((text) => element("p", { kind: `reason ${figure.mark}`, text })),
       ...lines.map((text) => element("p", { text })),
