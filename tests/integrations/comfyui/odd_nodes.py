@@ -15,7 +15,7 @@ UTILS: Any = importlib.import_module("comfy.utils")
 NODES: Any = importlib.import_module("nodes")
 SERVER: Any = importlib.import_module("server")
 FOLDERS: Any = importlib.import_module("folder_paths")
-GraphBuilder: Any = importlib.import_module("comfy_execution.graph_utils").GraphBuilder
+GRAPHS: Any = importlib.import_module("comfy_execution.graph_utils")
 IO: Any = importlib.import_module("comfy_api.latest").io
 
 
@@ -62,6 +62,25 @@ class OddList(Odd):
         return ([x, x, x],)
 
 
+class OddBlock(Odd):
+    """Keeps what follows from running, and says why or not."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"x": ("LATENT",), "says": ("STRING",)}}
+
+    def run(self, x: Any, says: str = "") -> Any:
+        return (GRAPHS.ExecutionBlocker(says or None),)
+
+
+class OddSpoil(Odd):
+    """Changes what it is given, which ComfyUI keeps."""
+
+    def run(self, x: Any) -> Any:
+        x["samples"].fill_(float("nan"))
+        return (x,)
+
+
 class OddTakesList(Odd):
     INPUT_IS_LIST = True
 
@@ -105,7 +124,7 @@ class OddLoop(OddBase):
         return {"required": {"x": ("LATENT", {"rawLink": True}), **numbers}}
 
     def run(self, x: Any, turns: int, mib: int) -> Any:
-        graph = GraphBuilder()
+        graph = GRAPHS.GraphBuilder()
         node = graph.node("OddHold", x=x, mib=mib)
         if turns > 1:
             node = graph.node("OddLoop", x=node.out(0), turns=turns - 1, mib=mib)
@@ -249,6 +268,8 @@ NODE_CLASS_MAPPINGS = {
         Odd,
         OddLazy,
         OddList,
+        OddBlock,
+        OddSpoil,
         OddTakesList,
         OddChanged,
         OddEnd,

@@ -101,6 +101,11 @@ class Server:
         (text,) = self.texts(self.prompt({"1": {"class_type": "PlantedWatch", "inputs": inputs}}))
         return json.loads(text)
 
+    def free(self) -> None:
+        """Let ComfyUI unload all models and forget all outputs, which it does between two prompts: before that one, or after it."""
+        self.ask("/free", {"unload_models": True, "free_memory": True})
+        self.watch("look")
+
     def run(self, graph: Graph) -> Run:
         """The record of a graph that is posted now."""
         return self.record(self.prompt(graph))

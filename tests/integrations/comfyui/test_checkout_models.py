@@ -49,7 +49,7 @@ def test_pictures_are_those_of_the_bare_server(base: Path, server: Server) -> No
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_s_record_is_true(base: Path, server: Server, name: str) -> None:
-    server.ask("/free", {"unload_models": True, "free_memory": True})
+    server.free()
     run = server.run(family(name, steps=3, seed=7))
     kind, latent, modules = FAMILIES[name]
     assert run.facts["comfyui"]["instruments_off"] == {}
@@ -167,7 +167,7 @@ def test_a_picture_is_encoded_and_changed(server: Server) -> None:
 def test_a_lora_in_the_conditioning_is_judged_by_the_weights_while_it_samples(
     server: Server, lora: str, options: dict[str, Any], used: int, of: int | None, says: str
 ) -> None:
-    server.ask("/free", {"unload_models": True, "free_memory": True})
+    server.free()
     run = server.run(hooked(lora, seed=11, **options))
     (verdict,) = node(run, "2").facts["lora_verdicts"]
     assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (used > 0, used, of)
@@ -178,7 +178,7 @@ def test_a_lora_in_the_conditioning_is_judged_by_the_weights_while_it_samples(
 def test_a_gguf_is_read_and_its_lora_judged(base: Path, server: Server) -> None:
     packs()
     file = base / "models" / "diffusion_models" / "wan.gguf"
-    server.ask("/free", {"unload_models": True, "free_memory": True})
+    server.free()
     run = server.run(family("wan gguf", seed=9))
     (read,) = node(run, "1").facts["files"]
     assert (read["file"], read["from"], read["bytes"]) == (file.name, "disk", file.stat().st_size)

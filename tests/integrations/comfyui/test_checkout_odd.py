@@ -101,6 +101,33 @@ def test_a_lazy_node_runs_what_it_asks_for_alone(odd: Server) -> None:
     assert [stage.name for stage in run.stages[0].children].count("OddLazy") == 1
 
 
+@pytest.mark.parametrize("says", ["", "this is switched off"])
+def test_what_a_node_keeps_from_running_did_not_run(odd: Server, says: str) -> None:
+    run = odd.run(chain("OddBlock", "Odd", says=says))
+    assert is_whole(run)
+    assert {number: states(run)[number] for number in "234"} == {"2": "run", "3": "blocked", "4": "blocked"}
+
+
+def test_of_a_list_of_latents_each_is_sampled_and_every_step_counted(odd: Server) -> None:
+    nodes = graph(seed=61)
+    nodes["9"] = {"class_type": "OddList", "inputs": {"x": ["5", 0]}}
+    nodes["6"]["inputs"]["latent_image"] = ["9", 0]
+    sampler = node(odd.run(nodes), "6")
+    assert len(sampler.steps) == 3 * nodes["6"]["inputs"]["steps"]
+    assert "steps" not in sampler.unavailable
+
+
+def test_nan_that_a_node_left_in_what_comfyui_kept_is_found_there(odd: Server) -> None:
+    nodes = {**EMPTY, "2": {"class_type": "OddSpoil", "inputs": {"x": ["1", 0]}}}
+    nodes["1"] = {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 72, "batch_size": 1}}
+    end = {"class_type": "OddEnd", "inputs": {"x": ["2", 0]}}
+    first = odd.run({**nodes, "3": end}).facts["comfyui"]["first_odd_output"]
+    assert (first["node"], first.get("kept")) == ("2", None)
+    nodes["2"] = {"class_type": "Odd", "inputs": {"x": ["1", 0]}}
+    again = odd.run({**nodes, "3": end}).facts["comfyui"]["first_odd_output"]
+    assert (again["what"], again["node"], again["kept"], again["taken_by"]) == ("NaN", "1", True, "2")
+
+
 def test_a_loop_of_many_turns_is_a_record_that_shows_where_memory_grows(odd: Server) -> None:
     """Comfy-Org/ComfyUI issue 4646: "RAM overflow in cycles": what a loop makes stays until the prompt's end."""
     turns, mib = 100, 4

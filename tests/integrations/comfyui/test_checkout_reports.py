@@ -21,7 +21,7 @@ def test_models_that_are_read_again_for_each_prompt(server: Server) -> None:
     server.run(family("sd3", seed=42))
     kept = server.run(family("sd3", seed=43)).facts["comfyui"]
     assert {file["from"] for file in kept["files_kept"]} == {"kept"}
-    server.ask("/free", {"unload_models": True, "free_memory": True})
+    server.free()
     run = server.run(family("sd3", seed=44))
     again = [file for stage in run.walk() for file in stage.facts.get("files", ())]
     assert {file["file"] for file in again} >= {"sd3.safetensors", "clip_l.safetensors", "tiny16.safetensors"}
@@ -57,12 +57,12 @@ def test_a_lora_on_a_gguf_with_little_memory(server: Server) -> None:
     """city96/ComfyUI-GGUF issue 33: "LoRA loading has almost no effect when lowvram is triggered"."""
     packs()
     try:
-        server.ask("/free", {"unload_models": True, "free_memory": True})
+        server.free()
         server.run({"1": {"class_type": "PlantedMemory", "inputs": {"mib": 1024}}})
         (verdict,) = node(server.run(family("wan gguf", seed=46)), "2").facts["lora_verdicts"]
     finally:
         server.run({"1": {"class_type": "PlantedMemory", "inputs": {"mib": 0}}})
-        server.ask("/free", {"unload_models": True, "free_memory": True})
+        server.free()
     assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (True, 2, 3)
 
 

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.comfy_shapes.adapters import lora_adapter
+from tests.comfy_shapes.modules import BaseModel, Q
+from tests.comfy_shapes.patchers import ModelPatcher
 from tests.integrations.comfyui.conftest import Watch
 from tests.integrations.comfyui.host import Blocker, Host, Interrupted, Node, latent
 
-from sigmascope.integrations.comfyui.lora import use_of
+from sigmascope.integrations.comfyui.lora import judge, use_of
 from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.integrations.comfyui.recording import PromptRecording
 from sigmascope.records.run import Run, Stage
@@ -394,3 +397,15 @@ def test_what_was_kept_and_is_sound_is_no_news(watch: Watch) -> None:
     watched = watch()
     watched.run(GRAPH)
     assert "first_odd_output" not in watched.run(with_node("Pass"), "prompt-2").facts["comfyui"]
+
+
+@pytest.mark.parametrize("strength", [0.5, 0.0])
+@pytest.mark.parametrize("is_merged", [False, True], ids=["registered", "merged"])
+def test_a_lora_of_no_known_file_is_judged_by_the_weights(is_merged: bool, strength: float) -> None:
+    before = ModelPatcher(BaseModel())
+    after = before.clone()
+    after.add_patches({Q: lora_adapter()}, strength)
+    if is_merged:
+        after.load()
+    verdict, _ = judge({"unet before": before, "unet": after}, None, frozenset())
+    assert verdict["effective"] is (strength != 0.0)

@@ -204,7 +204,8 @@ def judge(
         path: The LoRA's file, if it is known.
         leads_nowhere: "denoiser" or "text encoder", where the loader gives it to no other node.
     """
-    keys: Literal["lora", "none"] = "lora" if path else "none"
+    # Of a file that is not known, the weights with changes: unseen, none of them would count as changed.
+    keys: Literal["lora"] | frozenset[str] = "lora" if path else _changed_weights(models)
     baseline = capture_lora_baseline(models.get("unet before"), models.get("clip before"), path, keys=keys)
     unet, clip = models.get("unet"), models.get("clip")
     analysis = analyze_lora_application_results(baseline, unet, clip, (unet, clip))
@@ -223,6 +224,12 @@ def judge(
     if left_out:
         verdict["modules"] = left_out[0]["modules"]
     return verdict, in_short(analysis)
+
+
+def _changed_weights(models: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the weights that patches lie on."""
+    found = (_patcher_of(models[part]) for part in models.keys() & {"unet", "clip"})
+    return frozenset(key for patcher in found for key in getattr(patcher, "patches", None) or ())
 
 
 def use_of(
