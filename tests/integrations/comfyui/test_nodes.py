@@ -56,11 +56,19 @@ def test_sampling_steps_and_settings_are_recorded(watch: Watch) -> None:
 def moved(host: Host, watch: Watch, bar: tuple[int | str, ...]) -> Run:
     """The record of a sampler that moves its bar of three steps so, and loads its model where that is said."""
 
+    def decode(_vae: Any) -> str:
+        host.step_through(4)  # tiles, of which its own bar tells
+        return "tiles"
+
+    host.module("comfy.sd").VAE.decode_tiled_ = decode
+
     def sample(latent_image: Any, **_: Any) -> Any:
         moves = host.module("comfy.utils").ProgressBar(3)
         for value in bar:
             if value == "load":
                 host.module("comfy.model_management").load_models_gpu([])
+            elif value == "tiles":
+                host.module("comfy.sd").VAE().decode_tiled()
             else:
                 moves.update_absolute(value, 3)
         return (latent(),)
@@ -76,6 +84,7 @@ def moved(host: Host, watch: Watch, bar: tuple[int | str, ...]) -> Run:
         ((0, 1, 2, 3), 3),  # the bar is put at its beginning first
         ((1, 1, 2, 2, 3, 3), 3),  # each place is told twice, as for a picture that comes after it
         (("load", 1, 2, 3, 0, 1, 2, 3), 6),
+        (("load", 1, 2, 3, "load", "tiles", "load", 1, 2, 3), 6),  # decoded in between, as for details
     ],
 )
 def test_each_step_is_counted_once_however_the_bar_is_moved(

@@ -68,7 +68,7 @@ class Loading(Instrument):
                 "error": error and type(error).__name__,
             },
         )
-        if node.is_sampler and (node.seen_steps == 0 or not node.is_in_step):
+        if node.is_sampler and node.is_between_bars:
             prompt.step_begins(
                 node
             )  # what loading took is not the step's: each latent of a list is sampled anew

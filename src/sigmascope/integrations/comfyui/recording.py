@@ -62,6 +62,8 @@ class NodeWatch:
         room: The context in which nodes are opened that it expands into.
         depth: How many nodes it came from, one from the other.
         is_in_step: Whether time counts for a step now.
+        is_between_bars: Whether the sampler's bar stands at its end, or has not moved yet.
+        tiled_calls: Calls of a VAE that works in tiles now, whose bar is none of the sampler's.
         seen_steps: Sampling steps that have ended.
         last_tick: Where the sampler's bar stood last.
     """
@@ -78,6 +80,8 @@ class NodeWatch:
         self.last_tick: int | float = 0
         self.step: Step | None = None
         self.is_in_step = False
+        self.is_between_bars = True
+        self.tiled_calls = 0
 
     def add(self, fact: str, value: Any) -> None:
         """Add to the list that the fact is."""
@@ -187,6 +191,8 @@ class PromptRecording:
         """A node's own bar moved: a sampling step has ended, or something else of which only the count is kept."""
         if node is None or node.ended_ns is not None:
             return
+        if node.is_sampler and node.tiled_calls > 0:
+            return
         if not node.is_sampler:
             node.facts["progress"] = {"done": value, "of": maximum}
             return
@@ -205,6 +211,7 @@ class PromptRecording:
         elif not node.is_in_step:
             node.stage.missing("steps", _NO_BEGINNING)
         node.last_tick = value
+        node.is_between_bars = value >= maximum
         if node.is_in_step and node.step is not None:
             node.is_in_step = False
             node.context.run(node.step.__exit__, None, None, None)

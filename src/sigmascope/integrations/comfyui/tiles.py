@@ -7,6 +7,7 @@ from typing import Any, Final
 from sigmascope.integrations.comfyui.findings import tell
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import Need
+from sigmascope.integrations.comfyui.recording import NodeWatch
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
 
 TILED: Final = "tiled"
@@ -39,7 +40,7 @@ class Tiles(Instrument):
         for name in _TILED:
             need = Need("comfy.sd", f"VAE.{name}")
             if need.fault() is None:
-                self.wraps.append(Wrap(need, self, before=partial(self._works, name)))
+                self.wraps.append(Wrap(need, self, before=partial(self._works, name), after=self._worked))
 
     def _asks(self, _call: Call) -> None:
         self._asked.depth = getattr(self._asked, "depth", 0) + 1
@@ -47,14 +48,22 @@ class Tiles(Instrument):
     def _asked_for(self, _call: Call, _known: Any, _result: object, _error: BaseException | None) -> None:
         self._asked.depth -= 1
 
-    def _works(self, method: str, _call: Call) -> None:
+    def _works(self, method: str, _call: Call) -> NodeWatch | None:
         node = self.node_here()
         if node is None:
-            return
+            return None
+        node.tiled_calls += 1
         fallback = getattr(self._asked, "depth", 0) == 0
         if fallback and not any(tiles["fallback"] for tiles in node.facts.get(TILED, ())):
             tell(node, "comfyui.tiled_fallback")
         node.add(TILED, {"method": method, "fallback": fallback})
+        return node
+
+    def _worked(
+        self, _call: Call, node: NodeWatch | None, _result: object, _error: BaseException | None
+    ) -> None:
+        if node is not None:
+            node.tiled_calls -= 1
 
 
 INSTRUMENT = Tiles
