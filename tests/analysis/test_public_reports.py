@@ -134,6 +134,41 @@ def test_a_pipeline_that_is_slower_when_it_is_used_again_says_so(count: int) -> 
     assert "became slower" not in headline(alike)
 
 
+@pytest.mark.parametrize("count", [3, 6])
+def test_a_first_generation_that_alone_has_the_usual_speed_is_said(count: int) -> None:
+    """InvokeAI 7503: the first generation has the usual speed, every later one takes double, until the next restart."""
+    run = series(*(generation(25.0 * i, [2.0 if i else 1.0] * 10) for i in range(count)))
+    said = headline(run)
+    assert f"Steps became slower after the first of {count} generations" in first_sentence(said)
+    assert "1.00 s in it, 2.00 s since (2.00 × as long)" in said
+
+
+@pytest.mark.parametrize(
+    ("pause", "words"), [(90.0, " and a pause of 90.00 s:"), (1.0, " of the same work:")]
+)
+def test_steps_that_are_slower_from_one_generation_on_are_said(pause: float, words: str) -> None:
+    """InvokeAI 7555: hundreds of generations of 12 s; after a break of one or two minutes each takes a minute."""
+    before = [generation(13.0 * i, [0.58 + 0.01 * (i % 3)] * 20) for i in range(20)]
+    began = 13.0 * 19 + before[-1].seconds + pause
+    since = [generation(began + 62.0 * i, [3.0] * 20) for i in range(3)]
+    said = headline(series(*before, *since))
+    assert "Steps became slower after generation 20 of 23 generations of the same work" in first_sentence(
+        said
+    )
+    assert words in said
+    assert "590 ms before, 3.00 s since" in said
+
+
+def test_steps_that_become_slower_and_slower_are_a_drift_and_no_jump() -> None:
+    run = series(*(generation(100.0 * i, [1.0 + i] * 10) for i in range(8)))
+    assert "Steps became slower from generation to generation" in headline(run)
+
+
+def test_one_slow_generation_at_the_end_is_no_jump() -> None:
+    run = series(*(generation(50.0 * i, [5.0 if i == 7 else 1.0] * 10) for i in range(8)))
+    assert "became slower" not in headline(run)
+
+
 def test_a_model_that_compiles_again_with_each_lora_is_said() -> None:
     """diffusers 9279: a compiled transformer at one size, another LoRA before each call."""
     firsts = (61.0, 58.0, 63.0)

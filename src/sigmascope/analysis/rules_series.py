@@ -28,6 +28,8 @@ _LEAST_DRIFT: Final = 0.1
 _LORA: Final = "lora_application"
 _LEAST_GROWTH_OF_LORAS: Final = 0.5
 """Of the first call's time: files of several sizes take different times."""
+_LEAST_RISE: Final = 1.5
+_LEAST_PAUSE_SECONDS: Final = 30.0
 _FEWEST_FOR_OUTLIER: Final = 5
 _LEAST_OUTLIER_RATIO: Final = 2.0
 _MOST_NAMED: Final = 6
@@ -179,8 +181,9 @@ def slows_down(run: Run) -> Iterator[Seen]:
         usual = [one.usual for one in alike]
         if _waited([one.stage for one in alike]) > MUCH_WAITED:
             continue
-        if len(alike) < _FEWEST_FOR_DRIFT:
-            yield from _slow_after_the_first(alike)
+        risen = list(_slow_since(alike))
+        if risen or len(alike) < _FEWEST_FOR_DRIFT:
+            yield from risen
             continue
         slope = theil_sen(usual)
         grown = slope.value * (len(alike) - 1)
@@ -202,29 +205,54 @@ def slows_down(run: Run) -> Iterator[Seen]:
         )
 
 
-def _slow_after_the_first(alike: Sequence[_Generation]) -> Iterator[Seen]:
-    """Few generations of the same work: each later one's usual step is far above every step of the first but its first."""
-    first, later = alike[0], alike[1:]
-    usual = median(one.usual for one in later) if later else 0.0
-    lost = sum((one.usual - first.usual) * len(one.stage.steps) for one in later)
-    is_much = first.usual > 0 and _LEAST_EXCESS_SECONDS <= lost < math.inf  # never of a clock that went wrong
-    if not later or not is_much:
+def _slow_since(alike: Sequence[_Generation]) -> Iterator[Seen]:
+    """From one generation on the usual step of each is far above that of each before."""
+    ratios = {count: _rise(alike[:count], alike[count:]) for count in range(1, len(alike))}
+    if not ratios:
         return
-    if min(one.usual for one in later) < _LEAST_OUTLIER_RATIO * first.longest:
+    count = max(ratios, key=lambda count: ratios[count])
+    before, since = alike[:count], alike[count:]
+    if ratios[count] < (_LEAST_OUTLIER_RATIO if len(since) == 1 else _LEAST_RISE):
         return
+    was, usual = median(one.usual for one in before), median(one.usual for one in since)
+    lost = sum((one.usual - was) * len(one.stage.steps) for one in since)
+    if was <= 0 or not _LEAST_EXCESS_SECONDS <= lost < math.inf:  # never of a clock that went wrong
+        return
+    when, so_far = ("the first", "in it") if count == 1 else (f"generation {before[-1].number}", "before")
     yield Seen(
-        message=f"Steps became slower after the first of {len(alike)} generations of the same work: {units.seconds(first.usual)} "
-        f"in it, {units.seconds(usual)} since ({usual / first.usual:.2f} × as long).",
+        message=f"Steps became slower after {when} of {len(alike)} generations of the same work{_pause(before[-1], since[0])}: "
+        f"{units.seconds(was)} {so_far}, {units.seconds(usual)} since ({usual / was:.2f} × as long).",
         evidence={
             "generations": len(alike),
-            "first_seconds": first.usual,
-            "last_seconds": later[-1].usual,
+            "slow_generations": len(since),
+            "first_seconds": was,
+            "last_seconds": since[-1].usual,
             "gain_seconds": lost,
         },
-        advice="See whether memory of the device is full since then (what the first generation left in it), and whether "
+        advice="See whether memory of the device is full since then (what the generations before left in it), and whether "
         "offloading, an adapter or a hook came in between.",
-        stage=first.stage.name,
+        stage=before[0].stage.name,
     )
+
+
+def _rise(before: Sequence[_Generation], since: Sequence[_Generation]) -> float:
+    """How many times as long the steps of each later generation are, at least, as those of each before; 0: that is chance.
+
+    Among several one that is slow alone stands out (`one_stands_out`). Of one generation every step counts, but its first.
+    """
+    if len(since) == 1 < len(before):
+        return 0.0
+    if len(since) > 2 and max(one.usual for one in since) >= _LEAST_RISE * min(one.usual for one in since):
+        return 0.0  # they still become slower
+    most = before[0].longest if len(before) == 1 else max(one.usual for one in before)
+    return min(one.usual for one in since) / most if most > 0 else 0.0
+
+
+def _pause(last: _Generation, following: _Generation) -> str:
+    """The pause between two generations in words, if it was long; empty: there was none."""
+    before, after = last.case.stages[0], following.case.stages[0]
+    seconds = after.started_seconds - before.started_seconds - before.seconds
+    return f" and a pause of {units.seconds(seconds)}" if _LEAST_PAUSE_SECONDS <= seconds < math.inf else ""
 
 
 @rule("series.first_is_slow", "info", about="a series of generations", looks_at="run")
