@@ -1,9 +1,11 @@
 """What decides a call's output is in its recipe, and a comparison names it: switches, modes, hooks, arguments, schedules."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,6 +150,21 @@ def other_factor(pipe: Any) -> Iterator[None]:
         pipe.vae.register_to_config(scaling_factor=was)
 
 
+@contextmanager
+def with_foreign_class(pipe: Any, version: str = "0.1.3") -> Iterator[None]:
+    """What merges tokens gives a block a class of its own (SD.Next 1444: another version of it, another picture)."""
+    block, library = pipe.unet.mid_block, ModuleType("merger")
+    library.__dict__["__version__"] = version
+    own = type(block)
+    merging = type("Merging", (own,), {"__module__": "merger.patch"})
+    sys.modules["merger"], block.__class__ = library, merging
+    try:
+        yield
+    finally:
+        block.__class__ = own
+        del sys.modules["merger"]
+
+
 class Planted(NamedTuple):
     """A change, and by which words of a recipe it is named."""
 
@@ -181,6 +198,9 @@ PLANTED = {
     ),
     "a patched method inside": Planted(
         "unet methods none → forward by replacement", lambda pipe: patched(pipe.unet.mid_block, "forward")
+    ),
+    "a library's class in place of a block's": Planted(
+        "unet foreign modules none → Merging (merger 0.1.3)", with_foreign_class
     ),
     "a patched method of the pipeline": Planted(
         "pipeline methods none → encode_prompt by replacement", lambda pipe: patched(pipe, "encode_prompt")
@@ -274,3 +294,14 @@ def test_arrays_lists_functions_and_unknown_objects_among_the_arguments(pipe: An
     assert given.texts["attention_kwargs"] == "with scale"
     assert "secret" not in str(given)
     assert not {"lyrics", "words", "prompt", "num_inference_steps"} & given.texts.keys()
+
+
+def test_another_version_of_a_library_that_has_a_block_is_named(pipe: Any) -> None:
+    runs = []
+    for version in ("0.1.2", "0.1.3"):
+        with with_foreign_class(pipe, version):
+            runs.append(watched(pipe))
+    assert recipe_differences(runs[1:], runs[:1])["unet foreign modules"] == (
+        "Merging (merger 0.1.2)",
+        "Merging (merger 0.1.3)",
+    )

@@ -7,6 +7,8 @@ holds a secret.
 
 import functools
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import FunctionType, MethodType
@@ -35,6 +37,8 @@ _LONGEST: Final = 60
 _MOST_NAMED: Final = 4
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
 _OWN: Final = "sigmascope."
+_LIBRARIES: Final = ("torch", "diffusers", "transformers", "accelerate", "peft")
+"""Their versions are in every record."""
 _FACTORS: Final = ("scaling_factor", "shift_factor")
 """Of a VAE's configuration: what pipelines multiply latents by."""
 _TABLES: Final = ("betas", "alphas_cumprod")
@@ -120,8 +124,32 @@ def _of_model(name: str, model: nn.Module) -> Iterator[tuple[str, str]]:
             _count(patched, _method("forward", own["forward"]))
         if own.get("s1") is not None:
             _count(freeu, ", ".join(f"{key} {own.get(key)}" for key in _FREEU))
-    for what, counts in (("hooks", hooks), ("methods", patched), ("FreeU", freeu)):
+    foreign = tree.derive("foreign modules", lambda: _foreign_classes(model, tree.modules))
+    for what, counts in (
+        ("hooks", hooks),
+        ("methods", patched),
+        ("FreeU", freeu),
+        ("foreign modules", foreign),
+    ):
         yield f"{name} {what}", _in_words(counts)
+
+
+def _foreign_classes(model: nn.Module, modules: Sequence[nn.Module]) -> dict[str, int]:
+    """How many modules are of classes that neither the model's library nor one of `_LIBRARIES` has, by class and version."""
+    own = _library_of(type(model))
+    counts: dict[str, int] = {}
+    for kind, number in Counter(map(type, modules)).items():
+        library = _library_of(kind)
+        if library in _LIBRARIES or library == own:
+            continue
+        version = getattr(sys.modules.get(library), "__version__", None)
+        told = f"{library} {version}" if isinstance(version, str) else library
+        counts[f"{kind.__qualname__.rsplit('<locals>.', 1)[-1]} ({told})"] = number
+    return counts
+
+
+def _library_of(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
 
 
 def _marked(owns: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -174,7 +202,7 @@ def _name_of(called: Any) -> str | None:
     name = str(getattr(function, "__qualname__", type(called).__qualname__))
     code = getattr(function, "__code__", None)
     library, _, _ = place.partition(".")
-    if code is None or library in ("torch", "diffusers", "transformers", "accelerate", "peft"):
+    if code is None or library in _LIBRARIES:
         return f"{library}.{name}"
     return f"{name.rsplit('<locals>.', 1)[-1]} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
 
