@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from sigmascope import units
 from sigmascope.analysis.generations import Case, cases
+from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.records.performance import (
     BENCHMARK,
     COLLECTIONS,
@@ -56,6 +57,7 @@ _NOTABLE_CHANGE_OF_FAULTS: Final = 100.0
 _NOTABLE_CHANGE_OF_READ_BYTES: Final = 16.0 * units.MIB
 _NOTABLE_CHANGE_OF_COLLECTIONS: Final = 5.0
 _NOTABLE_RATIO_OF_CLOCKS: Final = 1.1
+GENERATIONS: Final = "generations"
 CLOCK: Final = "processor clock"
 FAULTS: Final = "page faults from disk"
 READ: Final = "read from disk"
@@ -89,6 +91,9 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
     }
     for name in _consequences(differences):
         del differences[name]
+    generations = [median(map(_count_generations, runs)) for runs in (baseline, new)]
+    if min(generations) > 0 and generations[0] != generations[1]:
+        differences[GENERATIONS] = (f"{generations[0]:g}", f"{generations[1]:g}")
     before, now = used_by_others(baseline), used_by_others(new)
     if before is not None and now is not None and abs(now - before) > _NOTABLE_CHANGE_OF_OTHERS_SHARE:
         differences[OTHERS_USED] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
@@ -180,6 +185,12 @@ def _median_fact(runs: Sequence[Run], name: str) -> float:
     values = [run.facts.get(name) for run in runs]
     known = [value for value in values if isinstance(value, int | float)]
     return float(median(known)) if len(known) == len(values) else nan
+
+
+def _count_generations(run: Run) -> int:
+    """How many generations a run made, with those of which only sums are kept."""
+    kept = sum(stage.name == GENERATION for stage in run.stages)
+    return kept + (0 if run.folded is None else run.folded.generations)
 
 
 def _median_clock(runs: Sequence[Run]) -> float:

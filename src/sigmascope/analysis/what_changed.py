@@ -20,6 +20,7 @@ from sigmascope.analysis.recipe import (
     DETERMINISTIC,
     ENVIRONMENT,
     FAULTS,
+    GENERATIONS,
     LORAS,
     NOT_SET,
     OTHERS_USED,
@@ -42,6 +43,7 @@ from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, is_duration,
 _PREDICTION_TOLERANCE: Final = 0.2
 """Share by which a ratio may miss the one predicted from the amount of work."""
 _AMOUNTS_OF_WORK: Final = (
+    GENERATIONS,
     "num_inference_steps",
     "guidance_batches",
     "batch_size",
@@ -80,6 +82,9 @@ _LONGEST_VALUE_IN_SENTENCE: Final = 60
 
 _MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
 """The stage that made a tensor, if it is not the stage that holds it."""
+_NO_TIME: Final = (
+    "The times are not compared: a run has none that can be one (NaN, 0 or less, or without end)."
+)
 _LOAD: Final = (OTHERS_USED, CLOCK, FAULTS, READ, COLLECTED)
 """Entries that may change times, but no output."""
 _MOST_UNREAD: Final = 4
@@ -132,9 +137,9 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     output = first_difference(new, baseline)
     is_seeded = NOT_SET not in recipe_of_runs([*new, *baseline]).get("seed", NOT_SET)
     total = _compared_totals(new, baseline, limits)
-    time = _time_sentence(total, new, baseline, rows, recipe)
-    is_comparable = total is None or total.is_comparable
     failed = _failed_generations(new, baseline)
+    time = _time_sentence(total, new, baseline, rows, recipe, may_be_failures=failed is not None)
+    is_comparable = total is not None and total.is_comparable
     sentences = [
         failed,
         time,
@@ -145,6 +150,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
             is_seeded=is_seeded,
             may_vary=_may_vary([*baseline, *new]),
         ),
+        _stages_of_one_side(new, baseline),
     ]
     text = " ".join(filter(None, sentences))
     # Load from other programs, or the processor's clock, is no change of the run: only a time that it may explain has it.
@@ -198,6 +204,15 @@ def _failed_generations(new: Sequence[Run], baseline: Sequence[Run]) -> str | No
     return f"{now} generations failed (before: {before})."
 
 
+def _stages_of_one_side(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
+    """That the runs of one side have no stages; None where both have some, or neither has."""
+    has_stages = [any(run.stages for run in side) for side in (baseline, new)]
+    if has_stages[0] == has_stages[1]:
+        return None
+    when = "now" if has_stages[0] else "before"
+    return f"The runs {when} have no stages: of them only whole times can be compared."
+
+
 def _rows(new: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[TimeShare, float]]:
     """Each part of the time now, with the seconds before; medians of the runs, the largest change first."""
     now, before = _medians(new), _medians(baseline)
@@ -237,9 +252,13 @@ def _time_sentence(
     baseline: Sequence[Run],
     rows: Sequence[tuple[TimeShare, float]],
     recipe: Differences,
+    *,
+    may_be_failures: bool,
 ) -> str | None:
     """How the time of a run changed and why, or why that cannot be told; None if it did not change beyond noise."""
-    if total is None or not rows:
+    if total is None:
+        return _NO_TIME
+    if not rows:
         return None
     if not total.is_comparable:
         is_as_before = total.is_noise_on_the_wall and _both_waited(total)
@@ -263,6 +282,7 @@ def _time_sentence(
         f"{units.seconds(abs(row.seconds - was))} {'more' if row.seconds > was else 'less'} {_where(row)}"
     )
     why = [*_why(row, recipe), *([f"{amounts} part of it"] if amounts else [])]
+    why += ["generations that failed may explain it"] if may_be_failures else []
     is_open = not why and not _says_enough(row)
     return (
         f"{change}: {'; '.join([difference, *(['nothing in the recipe explains it'] if is_open else why)])}."
@@ -309,15 +329,17 @@ def _predicted_ratios(rows: Sequence[tuple[TimeShare, float]], recipe: Differenc
     """The ratios predicted from the amount of work: in proportion to pixels, and to their square as in attention."""
     factors = {name: _ratio(*recipe[name]) for name in _AMOUNTS_OF_WORK if name in recipe}
     pixels = prod(factors.get(name, 1.0) for name in _PIXELS)
-    picture = pixels * factors.get("batch_size", 1.0)
+    each = factors.get(GENERATIONS, 1.0)
+    picture = each * pixels * factors.get("batch_size", 1.0)
     work = prod(factors.values())
     total = sum(before for _, before in rows) or 1.0
     least = most = 0.0
     for row, before in rows:
         stages = names_in(row.name)
-        factor = work if "denoising" in stages else picture if stages[-1].startswith("latent_") else 1.0
+        grows = "denoising" in stages or stages[-1].startswith("latent_")
+        factor = work if "denoising" in stages else picture if grows else each
         least += before * factor
-        most += before * (factor * pixels if factor != 1 else 1.0)
+        most += before * (factor * pixels if grows else each)
     return least / total, most / total
 
 
