@@ -137,7 +137,8 @@ def missing_in_variant(reasons: Mapping[str, "Mismatch"]) -> tuple[str, ...]:
     return tuple(name for name, why in reasons.items() if why.reason == "layer_missing")
 
 
-_LIST_OF_BLOCKS: Final = re.compile(r"((?:[^.]+\.)*?[^.]*blocks)\.(?:block)?(\d+)\.")
+_LIST_OF_BLOCKS: Final = re.compile(r"((?:[^.]+\.)*?(?!input_|output_)[^.]*blocks)\.(?:block)?(\d+)\.")
+"""Those of a U-Net's original names count layers: a distilled one with fewer layers a block has holes there."""
 
 
 def incomplete_base(shapes: Shapes, path: Path | None = None) -> str | None:

@@ -11,10 +11,10 @@ from tests.cli.lora.conftest import Terminal
 Tensors = dict[str, torch.Tensor]
 SHAPES = {
     "denoiser.conv_in": (8, 4, 3, 3),
-    "denoiser.down_blocks.1.attentions.0.proj_in": (16, 16),
+    "denoiser.down_blocks.0.attentions.0.proj_in": (16, 16),
     "denoiser.conv_out": (4, 8, 3, 3),
 }
-PROJ = "denoiser.down_blocks.1.attentions.0.proj_in"
+PROJ = "denoiser.down_blocks.0.attentions.0.proj_in"
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_the_picture_has_a_bar_for_each_block(lora: Path, tmp_path: Path, inspec
     bars, cells = tips[:3], tips[3:]
     assert [tip.partition(",")[0] for tip in bars if tip] == [
         "conv_in: 1 module",
-        "down_blocks.1: 1 module",
+        "down_blocks.0: 1 module",
         "conv_out: 1 module",
     ]
     assert [tip.partition(":")[0].rpartition(".")[2] for tip in cells if tip][::2] == ["conv_in", "conv_out"]
@@ -218,7 +218,7 @@ def test_what_arrives_is_shown_by_block_with_a_finding(
     assert outcome.code == 0
     arrives = json.loads(outcome.out)["model"]["arrives"]
     assert arrives["strength"] == 0.002
-    assert [block["name"] for block in arrives["blocks"]] == ["conv_in", "down_blocks.1", "conv_out"]
+    assert [block["name"] for block in arrives["blocks"]] == ["conv_in", "down_blocks.0", "conv_out"]
     assert arrives["way"] == "comfyui"
     assert arrives["noise"] > 0.5
     assert arrives["other_ways"]["nearest"]["share"] < 0.8

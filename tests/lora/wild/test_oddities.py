@@ -21,6 +21,7 @@ from sigmascope import (
 )
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError
+from sigmascope.lora.compatibility import incomplete_base
 from sigmascope.lora.merge import CombineOptions, merge_lora_files
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.resize import RankPlan, resize_lora
@@ -239,6 +240,14 @@ def test_blocks_with_a_hole_are_an_incomplete_model_and_no_variant(tmp_path: Pat
     assert "it has blocks.2, but no blocks.1" in verdict.findings[0].message
     with pytest.raises(ModelMismatchError, match=r"it has blocks\.2, but no blocks\.1"):
         merge_into_checkpoint([file], model, tmp_path / "merged.safetensors")
+
+
+def test_layers_that_a_distilled_unet_goes_without_are_no_hole() -> None:
+    """Stable Diffusion's original names count layers: with one in each block, as BK-SDM has, every third number is free."""
+    held = ("time_embed.0", "input_blocks.0.0", "input_blocks.1.0", "input_blocks.3.0", "output_blocks.1.0")
+    names = [f"model.diffusion_model.{name}" for name in (*held, "input_blocks.4.1.transformer_blocks.0")]
+    assert incomplete_base({f"{name}.weight": (4, 4) for name in names}) is None
+    assert incomplete_base({f"{names[-1].replace('s.0', 's.1')}.weight": (4, 4)}) is not None
 
 
 # PEFT's configuration.

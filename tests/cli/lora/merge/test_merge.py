@@ -178,7 +178,7 @@ def test_merge_into_another_variant_of_the_model(tmp_path: Path, sigmascope: Ter
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--weights", "0.5"), "1 numbers for 2 LoRAs"),
+        (("--weights", "0.5"), "1 number for 2 LoRAs"),
         (("--weights", "a,b"), "--weights a,b: these are not numbers"),
         (("--density", 0.5), "--density has no effect"),
         (("--seed", 1), "--seed has no effect"),
