@@ -365,7 +365,7 @@ class LoraWriter:
         layer, keys = name.removesuffix(_BIAS), self.format.keys
         if keys.up_bias is not None and name != layer and module not in self._ranks:
             raise LoraFormatError(
-                f"{name}: {self.format.name} files have a bias's change beside the factors of its layer alone.",
+                f"{name}: {self.format.name} files can hold a bias's change only beside factors of its layer.",
                 hint="Write kohya's or ComfyUI's format, or leave such changes out.",
             )
         tensors = _change_tensors(change, keys, is_bias=name != layer)

@@ -85,7 +85,7 @@ def test_options_reach_the_process() -> None:
     [
         ([], "No script is named"),
         (["nothing.py"], "nothing.py does not exist"),
-        (["--prompts", "some", "script.py"], "'some' does not exist"),
+        (["--prompts", "some", "script.py"], "--prompts some does not exist."),
         (["--sample_hz", "0", "script.py"], "--sample_hz must be finite and above 0, got 0."),
         (["--sample_hz", "nan", "script.py"], "--sample_hz must be finite and above 0, got nan."),
         (["--sample_hz", "inf", "script.py"], "--sample_hz must be finite and above 0, got inf."),

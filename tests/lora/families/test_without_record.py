@@ -21,10 +21,6 @@ MODELS: dict[str, Callable[[], Any]] = {
         hidden_size=16, num_attention_heads=2, num_layers=2, ffn_hidden_size=40, in_channels=4, out_channels=4, text_in_dim=24,
         rope_axes_dim=(2, 2, 4),
     ),
-    "Flux3": lambda: diffusers.Flux3Transformer2DModel(
-        in_channels=4, cond_in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=24, timestep_channels=8, axes_dims_rope=(2, 2, 2, 2),
-    ),
     "BriaFibo2": lambda: diffusers.BriaFibo2Transformer2DModel(
         in_channels=4, dim=32, n_layers=3, n_refiner_layers=1, n_heads=2, cap_feat_dim=24, injection_layer_ids=(1,),
         perceiver_num_layers=1, axes_dims=(4, 6, 6), axes_lens=(16, 16, 16),

@@ -60,7 +60,7 @@ def test_a_density_of_none_is_refused() -> None:
 def test_weights_are_one_for_each_lora() -> None:
     assert require_weights(None, 2) == (1.0, 1.0)
     assert require_weights((0.5, -1.0), 2) == (0.5, -1.0)
-    with pytest.raises(ConfigError, match="1 numbers for 2 LoRAs"):
+    with pytest.raises(ConfigError, match="1 number for 2 LoRAs"):
         require_weights((1.0,), 2)
     with pytest.raises(ConfigError, match="nan"):
         require_weights((1.0, float("nan")), 2)

@@ -45,6 +45,7 @@ FLUX3: Final = Family(
         Ratio(r"(?:content_mode|txt_mode|single)_blocks\..*\.mlp_out", 1, 3),
     ),
     widths=(3072,),
+    else_="flux",
     layers=_of_lists(_BLOCK)
     + "".join(
         f"{place}_stream_modulations.{part}.lin = {place}_stream_modulations.{part}.linear\n"
