@@ -81,9 +81,9 @@ def a_generation(_: Any) -> Begun:
     return lambda: block.__exit__(None, None, None), recorder.run
 
 
-def is_left(pipeline: Any, before: dict[str, Any]) -> list[str]:
-    """What of ours is still there."""
-    ends = time.monotonic() + 0.3
+def is_left(pipeline: Any, before: dict[str, Any], seconds: float = 10.0) -> list[str]:
+    """What of ours is still there; a thread is, if it does not end within these seconds: others may have the processor."""
+    ends = time.monotonic() + seconds
     for thread in ours():
         thread.join(max(0.0, ends - time.monotonic()))
     threads = [thread.name for thread in ours()]
@@ -112,7 +112,7 @@ def interrupted(begin: Callable[[Any], Begun], pipeline: Any, places: Iterator[P
             interruption.during(leave)
             if interruption.is_raised:
                 yield f"{name}: the host did not hear it"
-        left = is_left(pipeline, before)
+        left = is_left(pipeline, before, 0.3 if is_first(place) else 10.0)
         if left and not is_first(place):
             yield f"{name}: left {left}"
         if left:
