@@ -200,6 +200,11 @@ def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterabl
             f"--biases_and_norms: {lora_format.name} files hold up and down factors only.",
             hint="Use --format native, kohya or comfyui.",
         )
+    if "denoiser_2" in options.pairing.parts and lora_format.name != "native":
+        raise ConfigError(
+            f"--parts: {lora_format.name} files are for one denoiser, and say nothing of a second one.",
+            hint="Make a file of the second denoisers alone, and give their folders as the models: BASE/transformer_2 and TUNED/transformer_2.",
+        )
     blocks = blocks_of_model(pair.layers, pair.layout)
     for layer in pair.layers:
         placed = lora_format.placement(layer, pair.layout, blocks=blocks)

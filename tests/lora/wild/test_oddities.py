@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,19 @@ from torch import Tensor
 from sigmascope import (
     attach_lora,
     convert_lora,
+    extract_lora,
     judge_lora,
     load_lora,
     merge_into_checkpoint,
     merge_into_model,
 )
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError
+from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.compatibility import incomplete_base
+from sigmascope.lora.extract import ExtractOptions
+from sigmascope.lora.families import Part
 from sigmascope.lora.merge import CombineOptions, merge_lora_files
+from sigmascope.lora.pairs import PairOptions
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.resize import RankPlan, resize_lora
 
@@ -344,3 +349,25 @@ def test_of_a_file_for_both_denoisers_each_folder_gets_its_own(tmp_path: Path) -
             assert len(judge_lora(file, model).matched) == len(truth)
         convert_lora(file, tmp_path / "o.safetensors", "peft", model=tmp_path / folder, drop_unsupported=True)
         arrived(factors_of(tmp_path / "o.safetensors"), truth)
+
+
+def test_a_file_is_extracted_of_one_denoiser_by_its_folder(tmp_path: Path) -> None:
+    model: Any = tiny("wan")
+    tuned = copy.deepcopy(model)
+    with torch.no_grad():
+        tuned.blocks[0].attn1.to_q.weight.add_(1)
+    for one, side in ((model, "base"), (tuned, "tuned")):
+        for part in ("transformer", "transformer_2"):
+            one.save_pretrained(tmp_path / side / part)
+        kind = ["diffusers", "WanTransformer3DModel"]
+        index = {"_class_name": "WanPipeline", "transformer": kind, "transformer_2": kind}
+        (tmp_path / side / "model_index.json").write_text(json.dumps(index))
+    base, after, out = tmp_path / "base", tmp_path / "tuned", tmp_path / "out.safetensors"
+    both: tuple[Part, ...] = ("denoiser", "denoiser_2")
+    for parts in (both, both[1:]):
+        options = ExtractOptions(rank=1, pairing=PairOptions(parts=parts))
+        with pytest.raises(ConfigError, match="peft files are for one denoiser"):
+            extract_lora(base, after, out, options)
+        assert not out.exists()
+    report = extract_lora(base / "transformer_2", after / "transformer_2", out, ExtractOptions(rank=1))
+    assert (report.format, [*load_lora(out).modules]) == ("peft", ["transformer.blocks.0.attn1.to_q"])
