@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import inspect
+import mmap
 import threading
 from pathlib import Path
 from typing import Any
@@ -105,14 +106,15 @@ class OddEnd(Odd):
 
 
 class OddHold(OddBase):
-    """Makes a latent that is so many MiB larger."""
+    """Makes a latent that is so many MiB larger, of memory that no other node has freed."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"x": ("LATENT",), "mib": ("INT", {"default": 0, "max": 10**6})}}
 
     def run(self, x: Any, mib: int) -> Any:
-        return ({**x, "held": torch.ones(mib, 2**18)},)
+        fresh = mmap.mmap(-1, max(4, mib * 2**20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return ({**x, "held": torch.frombuffer(fresh, dtype=torch.float32).fill_(1)},)
 
 
 class OddLoop(OddBase):
