@@ -19,8 +19,10 @@ LONGEST: Final = (
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, and go on with those of many tests."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Among several processes, begin with the longest files, and go on with those of many tests."""
+    if not hasattr(config, "workerinput"):  # xdist's
+        return
     tests = Counter(_file(item) for item in items)
     places = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: (places.get(_file(item), len(places)), -tests[_file(item)]))

@@ -11,6 +11,7 @@ def test_a_sampler_that_takes_the_model_from_before_the_lora(server: Server) -> 
     """receyuki/comfyui-prompt-reader-node issue 27: "the LoRA is completely ignored by the KSampler node"."""
     nodes = graph(seed=41)
     nodes["6"]["inputs"]["model"] = ["1", 0]
+    nodes["2"]["inputs"]["strength_model"] = 0.41  # no other prompt's, whose loader would be cached
     (verdict,) = node(server.run(nodes), "2").facts["lora_verdicts"]
     assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (False, 0, 7)
     assert "no node takes the denoiser that the loader gives" in verdict["says"]
