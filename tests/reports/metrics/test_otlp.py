@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,11 +35,17 @@ START_NS = 1_772_359_200_000_000_000
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def _settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Short times, and no exporter that goes on trying, and says so, in tests that come later."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "60000")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=pictures")
     caplog.set_level(logging.CRITICAL, "opentelemetry")
+    yield
+    until(
+        lambda: not any(thread.name.startswith(("Otel", "sigmascope-")) for thread in threading.enumerate())
+    )
 
 
 def sent(
@@ -321,13 +328,17 @@ def test_a_child_that_was_forked_ends_without_sending_what_is_its_parent_s(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         telemetry = OpenTelemetry()
         telemetry.add(generation(name="x" * 65))
+        of_parent = telemetry._open
+        assert of_parent is not None
         monkeypatch.setattr(os, "getpid", lambda: -1)
         telemetry.end(1.0)
         assert not got.metrics
         telemetry.add(generation())
         assert telemetry.dropped()["stage"] == 0  # of its own
         telemetry.end(5.0)
-    assert [point.as_int for _, point in got.points("sigmascope.generations")] == [1]
+        assert [point.as_int for _, point in got.points("sigmascope.generations")] == [1]
+        for shutdown in of_parent.shutdowns:
+            shutdown()
 
 
 @pytest.mark.parametrize(
