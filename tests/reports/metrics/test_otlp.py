@@ -315,6 +315,7 @@ def test_a_receiver_that_answers_with_an_error_or_closes_costs_spans_that_are_co
 def test_figures_arrive_though_the_receiver_of_spans_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with http_receiver(delay=30.0) as (hanging, _), http_receiver() as (endpoint, got):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{hanging}/v1/traces")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "30")
         sent(monkeypatch, endpoint, "http/protobuf", generation(), seconds=1.0)
         until(lambda: got.metrics)
     assert [point.as_int for _, point in got.points("sigmascope.generations")] == [1]
