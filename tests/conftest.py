@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -57,6 +59,21 @@ def _little_garbage() -> None:
     """Leave what is imported out of the collections that the module's tests, and failures of memory, ask for."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_goes_on() -> Generator[None, None, None]:
+    """No thread that looks at a host's work outlasts the test that began it: the tests that come later share the process."""
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _looking()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == []
+
+
+def _looking() -> list[str]:
+    names = {f"sigmascope-{name}" for name in ("sampler", "stacks", "live", "keeper", "look-out")}
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
 LAYER_SHAPES = {

@@ -38,8 +38,8 @@ def saves(folder: Path) -> None:
     PeriodicSaver(lambda: Recorder().run(), folder / "run.json").start()
 
 
-def left() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sigmascope")]
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("sigmascope")}
 
 
 @pytest.mark.parametrize("begins", [samples, shows, saves])
@@ -50,12 +50,13 @@ def test_ctrl_c_while_a_thread_starts_leaves_none(tmp_path: Path, begins: Callab
         start(thread)
         raise KeyboardInterrupt
 
+    earlier = ours()
     with patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
         begins(tmp_path)
     deadline = time.monotonic() + 5
-    while left() and time.monotonic() < deadline:
+    while ours() - earlier and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert left() == []
+    assert ours() - earlier == set()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -39,7 +39,7 @@ from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import load_run
-from sigmascope.threads import own_thread
+from sigmascope.threads import hands_off, own_thread
 from sigmascope.units import counted
 
 _log = logging.getLogger("sigmascope")
@@ -151,8 +151,11 @@ class Session:
             instrument.attempt(instrument.at_the_beginning)
 
     def abandon(self) -> None:
-        """The prompts that run are not recorded to their ends."""
-        self._running.clear()
+        """The prompts that run are not recorded to their ends, and what watches them ends: it may be on any thread."""
+        while self._running:
+            _, prompt = self._running.popitem()
+            with suppress(Exception), hands_off():
+                prompt.end()
         for prompt_id in tuple(self._live):
             withdraw(self._live.pop(prompt_id))
 
