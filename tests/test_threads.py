@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from tests.own_threads import own_threads
 
 from sigmascope import threads
 from sigmascope.integrations.process_recording import PeriodicSaver
@@ -38,10 +39,6 @@ def saves(folder: Path) -> None:
     PeriodicSaver(lambda: Recorder().run(), folder / "run.json").start()
 
 
-def ours() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("sigmascope")}
-
-
 @pytest.mark.parametrize("begins", [samples, shows, saves])
 def test_ctrl_c_while_a_thread_starts_leaves_none(tmp_path: Path, begins: Callable[[Path], None]) -> None:
     start = threading.Thread.start
@@ -50,13 +47,13 @@ def test_ctrl_c_while_a_thread_starts_leaves_none(tmp_path: Path, begins: Callab
         start(thread)
         raise KeyboardInterrupt
 
-    earlier = ours()
+    earlier = own_threads()
     with patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
         begins(tmp_path)
     deadline = time.monotonic() + 5
-    while ours() - earlier and time.monotonic() < deadline:
+    while own_threads() - earlier and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ours() - earlier == set()
+    assert own_threads() - earlier == set()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.families.pipelines import generate
+from tests.own_threads import own_threads
 from torch import Tensor
 
 import sigmascope
@@ -109,13 +110,14 @@ def test_the_picture_is_the_same_bit_for_bit(pipeline: Any, unwatched: Tensor) -
 
 
 def test_no_thread_is_left_and_errors_are_the_host_s_own(pipeline: Any) -> None:
+    earlier = own_threads()
     with pytest.raises(ValueError, match=r"^mine$"), sigmascope.watch(pipeline, stacks=True):
         raise ValueError("mine")
     watching = sigmascope.watch(pipeline, stacks=True)
     with pytest.raises(KeyboardInterrupt), watching:
         raise KeyboardInterrupt
     assert not watching.complete
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sigmascope-")]
+    assert own_threads() - earlier == set()
 
 
 def test_it_is_off_unless_asked_for(pipeline: Any) -> None:

@@ -14,6 +14,7 @@ from tests.families import make_pipeline
 from tests.families.weights import built
 from tests.integrations.diffusers.marks import left_behind, marks
 from tests.interruption import Interruption, Place
+from tests.own_threads import own_threads
 
 import sigmascope
 from sigmascope.integrations.diffusers.watch_session import Session
@@ -81,12 +82,14 @@ def a_generation(_: Any) -> Begun:
     return lambda: block.__exit__(None, None, None), recorder.run
 
 
-def is_left(pipeline: Any, before: dict[str, Any], seconds: float = 10.0) -> list[str]:
+def is_left(
+    pipeline: Any, before: dict[str, Any], earlier: set[threading.Thread], seconds: float = 10.0
+) -> list[str]:
     """What of ours is still there; a thread is, if it does not end within these seconds: others may have the processor."""
     ends = time.monotonic() + seconds
-    for thread in ours():
+    for thread in own_threads() - earlier:
         thread.join(max(0.0, ends - time.monotonic()))
-    threads = [thread.name for thread in ours()]
+    threads = [thread.name for thread in own_threads() - earlier]
     found = {
         "marks": marks(pipeline) != before,
         "hooks, sessions or stacks": left_behind() != [],
@@ -97,13 +100,9 @@ def is_left(pipeline: Any, before: dict[str, Any], seconds: float = 10.0) -> lis
     return [what for what, is_there in found.items() if is_there]
 
 
-def ours() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("sigmascope-")]
-
-
 def interrupted(begin: Callable[[Any], Begun], pipeline: Any, places: Iterator[Place]) -> Iterator[str]:
     """What is wrong after Ctrl-C at each place."""
-    before = marks(pipeline)
+    before, earlier = marks(pipeline), own_threads()
     for place in places:
         leave, record = begin(pipeline)
         name = f"{place[0].co_qualname}@{place[1]}"
@@ -112,12 +111,12 @@ def interrupted(begin: Callable[[Any], Begun], pipeline: Any, places: Iterator[P
             interruption.during(leave)
             if interruption.is_raised:
                 yield f"{name}: the host did not hear it"
-        left = is_left(pipeline, before, 0.3 if is_first(place) else 10.0)
+        left = is_left(pipeline, before, earlier, 0.3 if is_first(place) else 10.0)
         if left and not is_first(place):
             yield f"{name}: left {left}"
         if left:
             leave()
-            if left := is_left(pipeline, before):
+            if left := is_left(pipeline, before, earlier):
                 yield f"{name}: left by a second end {left}"
         run = record()
         if still_open := [stage.name for stage in run.walk() if "end" in stage.unavailable]:
