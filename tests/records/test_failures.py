@@ -93,6 +93,7 @@ def test_pytorch_s_own_message(fail: Callable[[], object], parts: tuple[str, ...
          "1000000000000000000000000000000 steps are more than the 1000 that the model was trained with"),
         ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
          "out of memory, or no kernel for this input"),
+        ("Allocation on device ", "out of memory"),  # CUDA's asynchronous allocator, as ComfyUI shows it
         ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8.00 GiB of which 512.00 MiB "
          "is free.", "out of memory, 2.5 GB asked for, 512 MB free"),
     ],

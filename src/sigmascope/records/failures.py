@@ -23,10 +23,13 @@ RAN_OUT: Final = "out of memory"
 INTERRUPTED: Final = "interrupted"
 OUTCOMES: Final = (OK, FAILED, RAN_OUT, INTERRUPTED)
 """How a run, or a generation in it, can end."""
+_RAN_OUT_BY_TYPE: Final = re.compile(r"\w*MemoryError(?::|$)")
+"""How an error begins that says by its type alone that memory ran out."""
 _INTERRUPTIONS: Final = ("KeyboardInterrupt", "SystemExit", "InterruptProcessingException", "CancelledError")
 """Exceptions by which a run is ended on purpose."""
 OUT_OF_MEMORY: Final = re.compile(
     r"out of memory(?! bounds)"  # CUDA, HIP, MPS and their drivers
+    r"|Allocation on device"  # CUDA's own asynchronous allocator, which ComfyUI takes
     r"|DefaultCPUAllocator"  # "can't allocate memory", on Windows "not enough memory"
     r"|can(?:'|no)t allocate memory"
     r"|not enough memory"
@@ -434,7 +437,7 @@ def outcome_of(stages: Iterable[Stage], *, complete: bool = True) -> str:
     """
     failed = [stage for stage in stages if not stage.success]
     for stage in failed:
-        if any(OUT_OF_MEMORY.search(error) for error in _errors(stage)):
+        if any(OUT_OF_MEMORY.search(error) or _RAN_OUT_BY_TYPE.match(error) for error in _errors(stage)):
             return RAN_OUT
     if any(error.startswith(_INTERRUPTIONS) for stage in failed for error in _errors(stage)):
         return INTERRUPTED

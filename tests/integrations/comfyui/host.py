@@ -274,7 +274,10 @@ class Host:
             )
             if result is FAILURE:
                 how = "execution_interrupted" if isinstance(error, Interrupted) else "execution_error"
-                executor.status_messages.append((how, {"node_id": node_id}))
+                told = {"exception_type": type(error).__name__, "exception_message": str(error)}
+                executor.status_messages.append(
+                    (how, {"node_id": node_id, **(told if how == "execution_error" else {})})
+                )
                 return
             if result is PENDING:
                 waiting = [*children, node_id, *waiting]

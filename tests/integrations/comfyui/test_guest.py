@@ -163,7 +163,7 @@ def test_one_line_says_what_a_prompt_took(watch: Watch, host: Host) -> None:
     line = line_of(watched.run(with_node("Spoil"), "prompt-2"))
     assert "3 of 4 nodes cached" in line
     assert "NaN first in Spoil (node 4)" in line
-    assert "failed in node 4" in line_of(watched.run(with_node("Fail"), "prompt-3"))
+    assert "failed in Fail (node 4)" in line_of(watched.run(with_node("Fail"), "prompt-3"))
 
 
 def test_a_record_prints_and_becomes_a_page(

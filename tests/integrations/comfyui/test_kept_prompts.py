@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.integrations.comfyui.conftest import Watch
-from tests.integrations.comfyui.host import Host, Node, latent
+from tests.integrations.comfyui.host import Host, Interrupted, Node, latent
 
+from sigmascope.analysis.breakdown import headline
 from sigmascope.history import live
 from sigmascope.history.keeper import finish
 from sigmascope.history.live import Announcer, LiveRun, live_runs
@@ -31,6 +33,46 @@ def test_a_prompt_is_kept_with_what_it_ran(watch: Watch, store_file: Path) -> No
     assert (row.source, row.row.outcome, row.row.steps) == ("comfyui", "ok", 3)
     assert (row.row.pipeline or "").startswith("ComfyUI ")
     assert row.row.model == "flux.safetensors"
+
+
+@pytest.mark.parametrize("hears_errors", [True, False])
+@pytest.mark.parametrize("lies_in_another", [True, False])
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ValueError("a cat was planted"), "failed"),
+        (torch.OutOfMemoryError("planted"), "out of memory"),
+        (Interrupted(), "interrupted"),
+    ],
+)
+def test_a_prompt_that_was_stopped_is_kept_and_told_as_that(
+    error: Exception,
+    outcome: str,
+    lies_in_another: bool,
+    hears_errors: bool,
+    watch: Watch,
+    host: Host,
+    store_file: Path,
+) -> None:
+    def stop(x: Any) -> Any:
+        raise error
+
+    def expand(x: Any) -> Any:
+        return {"expand": {"a": {"class_type": "Stop", "inputs": {"x": x}}}, "last": "a"}
+
+    host.nodes |= {"Stop": Node(("LATENT",), stop), "Around": Node(("LATENT",), expand)}
+    kind = "Around" if lies_in_another else "Stop"
+    watched = watch()
+    if not hears_errors:
+        next(one for one in watched.session.instruments if one.name == "execution").stop()
+    run = watched.run({**GRAPH, "4": {"class_type": kind, "inputs": {"x": ["2", 0]}}})
+    finish()
+    with open_store() as store:
+        [row] = store.runs()
+    assert (row.row.outcome, run.complete, run.facts["comfyui"]["success"]) == (outcome, True, False)
+    failed = "Stop" if hears_errors else "generation"
+    assert headline(run).startswith(f"{failed} failed after ")
+    assert type(error).__name__ in headline(run)
 
 
 @pytest.fixture

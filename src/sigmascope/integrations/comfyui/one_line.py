@@ -51,7 +51,8 @@ def parts_of_line(run: Run) -> Iterator[str]:
         yield f"{odd['what']} first in {where}{odd['class_type']} (node {odd['node']})"
     if (stopped := facts.get("stopped_by")) is not None:
         how = "interrupted" if stopped["how"] == "execution_interrupted" else "failed"
-        yield f"{how} in node {stopped['node']}"
+        kinds = {node["id"]: node["class_type"] for node in facts["nodes"]}
+        yield f"{how} in {kinds.get(stopped['node'], 'an unknown node')} (node {stopped['node']})"
 
 
 def _peak(run: Run, nodes: list[Stage]) -> str | None:

@@ -7,9 +7,10 @@ host's.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context
 from dataclasses import asdict
+from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
 from sigmascope.integrations.comfyui.sampling import SAMPLING, call_facts
@@ -39,6 +40,7 @@ FACTS: Final = frozenset(
 )
 """What instruments put on a node's stage. What is found to be amiss with a node lies beside it, under the stage's name."""
 NodeState = Literal["run", "cached", "blocked", "error", "interrupted", "not run"]
+_STOPPED: Final[tuple[NodeState, ...]] = ("error", "interrupted")
 T = TypeVar("T")
 _SEVERAL_AT_ONCE: Final = "ComfyUI told of several steps at once: some steps are the sum of several"
 _NO_BEGINNING: Final = "where a step began was not seen: it is left out"
@@ -100,6 +102,7 @@ class PromptRecording:
         dynprompt: ComfyUI's own view of the graph, with expanded nodes; None: not seen.
         nodes: Those that ran, in the order of their starts.
         facts: What instruments say of the prompt as a whole.
+        failure: What stopped the prompt, until it is over; None: nothing that was seen.
         started_ns: When it began to run, on `time.perf_counter_ns`.
         lock: Held while a node or step begins or ends: nodes may move their bars on threads of their own.
     """
@@ -109,6 +112,7 @@ class PromptRecording:
         self.dynprompt: Any = None
         self.nodes: dict[str, NodeWatch] = {}
         self.facts: dict[str, Any] = {}
+        self.failure: BaseException | None = None
         self.cached: frozenset[str] = frozenset()
         self.recorder = Recorder(
             f"ComfyUI {prompt_id[:8]}",
@@ -228,6 +232,7 @@ class PromptRecording:
                 if error is not None:
                     interrupted = type(error).__name__ == "InterruptProcessingException"
                     node.state = "interrupted" if interrupted else "error"
+                    self.failure = self.failure or error
                 self._close(node, error)
 
     def _drop_step(self, node: NodeWatch) -> None:
@@ -238,23 +243,38 @@ class PromptRecording:
     def _close(self, node: NodeWatch, error: BaseException | None) -> None:
         self._drop_step(node)
         node.ended_ns = self.recorder.clock()
-        trace = None if error is None else error.__traceback__
-        node.context.run(node.stage.__exit__, None if error is None else type(error), error, trace)
+        node.context.run(node.stage.__exit__, *_raised(error))
 
     def end(self, error: BaseException | None = None) -> None:
-        """The prompt is over."""
+        """The prompt is over.
+
+        Args:
+            error: What came out of ComfyUI itself. It keeps a node's own error to itself, which fails the prompt as well.
+        """
+        failure, self.failure = error or self.failure, None
         with self.lock:
+            stopped = {
+                parent
+                for node in self.nodes.values()
+                if node.state in _STOPPED
+                for parent in self._around(node)
+            }
             for node in self.nodes.values():
                 if node.ended_ns is None:
                     node.stage.missing("end", _NO_END)
-                    self._close(node, None)
-        failed = error or next((node for node in self.nodes.values() if node.state == "error"), None)
-        kind = type(error) if isinstance(error, BaseException) else None
-        self._context.run(self._stage.__exit__, kind, error, None)
-        self._context.run(self.recorder.__exit__, kind, error, None)
-        self.facts["success"] = failed is None and all(
+                    self._close(node, failure if node.id in stopped else None)
+        self._context.run(self._stage.__exit__, *_raised(failure))
+        self._context.run(self.recorder.__exit__, *_raised(error))
+        self.facts["success"] = failure is None and all(
             node.state in ("run", "blocked") for node in self.nodes.values()
         )
+
+    def _around(self, node: NodeWatch) -> Iterator[str]:
+        """The ids of the nodes that expanded into this one."""
+        parent: str | None = node.facts[NODE]["parent"]
+        while parent is not None and parent in self.nodes:
+            yield parent
+            parent = self.nodes[parent].facts[NODE]["parent"]
 
     def seconds_of_no_node(self) -> float:
         """What of the prompt passed while no node was open: queue of the graph, caches, and this watch itself."""
@@ -316,6 +336,13 @@ class PromptRecording:
             },
         )
         return self.recorder.run()
+
+
+def _raised(
+    error: BaseException | None,
+) -> tuple[type[BaseException] | None, BaseException | None, TracebackType | None]:
+    """What `__exit__` is told of an error."""
+    return (None, None, None) if error is None else (type(error), error, error.__traceback__)
 
 
 def _title_of(info: Mapping[str, Any]) -> str | None:

@@ -176,6 +176,7 @@ class Session:
                 prompt.cached = frozenset(map(str, values.get("nodes", ())))
             elif name in ("execution_error", "execution_interrupted"):
                 prompt.facts["stopped_by"] = {"node": values.get("node_id"), "how": name}
+                prompt.failure = prompt.failure or _told_of(name, values)
         prompt.end(error)
         self._over.append((prompt, threading.get_ident()))
         if error is not None or self._running:
@@ -273,6 +274,18 @@ class Session:
             "records": None if self.folder is None else str(self.folder),
             "instruments": [instrument.status() for instrument in self.instruments],
         }
+
+
+def _told_of(how: str, values: Mapping[str, Any]) -> Exception:
+    """An error as ComfyUI tells of it, where the one that was raised was not seen."""
+    kind = values.get("exception_type") or (
+        "InterruptProcessingException" if how == "execution_interrupted" else "Exception"
+    )
+    name = str(kind).rpartition(".")[2]
+    made: Exception = type(name, (Exception,), {"__module__": "builtins"})(
+        str(values.get("exception_message") or "")
+    )
+    return made
 
 
 def _short_id(run: Run) -> str:
