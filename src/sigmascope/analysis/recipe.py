@@ -70,13 +70,17 @@ _READ_WITH_ENVIRONMENT: Final = "train mode"
 """An entry of every record that holds the switches that were set."""
 LORAS: Final = "LoRAs"
 _OF_LORA: Final = ("strength", "active", "file", "content")
+_OF_NODE: Final = re.compile(r"(.+) \(.+\) .")
+"""How an entry begins that was set on a node of ComfyUI: its class and its id."""
 _HASH_DIGITS_SHOWN: Final = 12
 _MOST_OF_SCHEDULE: Final = 4
 Differences = Mapping[str, tuple[str, str]]
-_CALL, _MODELS, _LORAS_GROUP, _SCHEDULER = "Call", "Models", "LoRAs", "Scheduler"
+_CALL, _NODES, _MODELS, _LORAS_GROUP, _SCHEDULER = "Call", "Nodes", "Models", "LoRAs", "Scheduler"
 _SURROUNDINGS, _VERSIONS, _MACHINE = "Surroundings", "Versions", "Machine"
-GROUPS: Final = (_CALL, _MODELS, _LORAS_GROUP, _SCHEDULER, _SURROUNDINGS, _VERSIONS, _MACHINE)
+GROUPS: Final = (_CALL, _NODES, _MODELS, _LORAS_GROUP, _SCHEDULER, _SURROUNDINGS, _VERSIONS, _MACHINE)
 """Of a recipe's entries, in the order in which they are shown."""
+_SET_ON_SAMPLERS: Final = ("seed", "num_inference_steps", "guidance_scale")
+"""What a call has of the settings of ComfyUI's first sampler."""
 _Entry = tuple[str, str, object]
 """Group, name and value."""
 
@@ -162,6 +166,7 @@ def _is_same_lora(ours: Mapping[str, str], own: str, theirs: Mapping[str, str], 
 def _consequences(differences: Differences) -> list[str]:
     """Entries that differ only because another does.
 
+    What is set on a node of ComfyUI is an entry of the call, too, where a sampler took it.
     A dtype changes the weights' fingerprint, because it rounds every value; a LoRA's file changes its content, and a LoRA
     the number of its component's parameters; a seed and a device change the generator's state.
     """
@@ -170,6 +175,12 @@ def _consequences(differences: Differences) -> list[str]:
     }
     is_other = any(name in differences for name in ("seed", "generator device"))
     consequences = ["generator state"] if is_other and "generator state" in differences else []
+    set_in_call = [tuple(map(_number, differences[name])) for name in _SET_ON_SAMPLERS if name in differences]
+    consequences += [
+        name
+        for name, sides in differences.items()
+        if is_of_node(name) and tuple(map(_number, sides)) in set_in_call
+    ]
     for name in differences:
         part, _, what = name.rpartition(" ")
         component = part.removeprefix("LoRA ").split(".")[0]
@@ -178,6 +189,20 @@ def _consequences(differences: Differences) -> list[str]:
         if is_file or is_of_lora or (what in ("weights", "content") and f"{component} dtype" in differences):
             consequences.append(name)
     return consequences
+
+
+def _number(text: str) -> float | str:
+    """A call has some whole numbers as fractions."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def is_of_node(name: str, stage: str = "") -> bool:
+    """Whether an entry is what was set on a node of ComfyUI: on any, or on one whose stage has this name."""
+    found = _OF_NODE.match(name)
+    return found is not None and stage in ("", found[1])
 
 
 def _median_fact(runs: Sequence[Run], name: str) -> float:
@@ -235,6 +260,7 @@ def _entries(run: Run) -> Iterator[_Entry]:
         run_cases = []
     for case in run_cases:
         yield from _of_case(case)
+    yield from _in(_NODES, _of_nodes(run))
     yield from _in(_LORAS_GROUP, _of_checks(run))
     benchmark = run.facts.get(BENCHMARK)
     if isinstance(benchmark, Mapping):
@@ -264,6 +290,8 @@ def recipe_digest(run: Run) -> str | None:
     for case in requests:
         entries.append(f"generation {case.number}")
         entries += sorted(f"{name}={value}" for name, value in _of_request(case) if value is not None)
+    set_on_nodes = _of_nodes(run, with_texts=False)
+    entries += sorted(f"{name}={value}" for name, value in set_on_nodes if value is not None)
     return sha256("\n".join(entries).encode("utf-8", "replace")).hexdigest()[:16] if requests else None
 
 
@@ -289,6 +317,29 @@ def _of_request(case: Case) -> Iterator[tuple[str, object]]:
         for name, lora in loras.items() if isinstance(loras, Mapping) else ():
             if isinstance(lora, Mapping):
                 yield f"LoRA {name} strength", lora.get("strength")
+
+
+def _of_nodes(run: Run, *, with_texts: bool = True) -> Iterator[tuple[str, object]]:
+    """What was set on ComfyUI's nodes, but for prompts, which are entries of their own; texts by their hashes."""
+    comfyui = _mapping(run.facts.get("comfyui"))
+    nodes = [_mapping(node) for node in _listed(comfyui.get("nodes"))]
+    kinds = {node.get("id"): node.get("class_type") for node in nodes}
+    prompts = [name for stage in run.stages for name in _mapping(stage.facts.get("prompts"))]
+    for entry in _listed(_mapping(comfyui.get("graph")).get("values")):
+        node, name, value = entry if isinstance(entry, list) and len(entry) == 3 else ("", "", None)
+        is_text = isinstance(value, Mapping)
+        if f"{node} {name}" in prompts or (is_text and not (with_texts and value.get("sha256"))):
+            continue
+        shown = f"sha256 {str(value['sha256'])[:_HASH_DIGITS_SHOWN]}" if is_text else value
+        yield f"{kinds.get(node, 'unknown')} ({node}) {name}", shown
+
+
+def _listed(held: object) -> list[Any]:
+    return held if isinstance(held, list) else []
+
+
+def _mapping(held: object) -> Mapping[str, Any]:
+    return held if isinstance(held, Mapping) else {}
 
 
 def _of_checks(run: Run) -> Iterator[tuple[str, object]]:

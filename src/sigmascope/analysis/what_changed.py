@@ -26,6 +26,7 @@ from sigmascope.analysis.recipe import (
     OTHERS_USED,
     READ,
     Differences,
+    is_of_node,
     not_looked_at,
     recipe_differences,
     recipe_of_runs,
@@ -75,7 +76,8 @@ _BELONGS_TO: Final = {
 """By stage, the entries of a recipe that act in it first."""
 
 _NO_EFFECT_ON_TIME: Final = re.compile(
-    r"seed|generator .*|eta|guidance_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
+    r"seed|generator .*|eta|guidance_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*|"
+    r".+ \(.+\) (.*seed|strength.*|filename_prefix)"
 )
 """Entries whose values do not change how long a run takes."""
 _LONGEST_VALUE_IN_SENTENCE: Final = 60
@@ -400,6 +402,7 @@ def _causes(stages: Sequence[str], recipe: Differences) -> list[str]:
     """The differing entries that act in these stages first; if there are none, those of the machine, then those of no stage."""
     places = [_BELONGS_TO[stage] for stage in stages if stage in _BELONGS_TO]
     own = [name for place in places for name in recipe if place.fullmatch(name)]
+    own += [name for stage in stages for name in recipe if is_of_node(name, stage)]
     if "text_encoding" in stages and any("text_encoder" in side for side in recipe.get(LORAS, ())):
         own.insert(0, LORAS)
     elsewhere = [*_BELONGS_TO.values(), _MACHINE]

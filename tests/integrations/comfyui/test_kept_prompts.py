@@ -10,6 +10,8 @@ from tests.integrations.comfyui.conftest import Watch
 from tests.integrations.comfyui.host import Host, Interrupted, Node, latent
 
 from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.recipe import recipe_differences
+from sigmascope.analysis.what_changed import what_changed
 from sigmascope.history import live
 from sigmascope.history.keeper import finish
 from sigmascope.history.live import Announcer, LiveRun, live_runs
@@ -73,6 +75,40 @@ def test_a_prompt_that_was_stopped_is_kept_and_told_as_that(
     failed = "Stop" if hears_errors else "generation"
     assert headline(run).startswith(f"{failed} failed after ")
     assert type(error).__name__ in headline(run)
+
+
+@pytest.mark.parametrize(
+    ("node", "change", "told"),
+    [
+        ("4", {"strength_model": 0.3}, ["LoraLoader (4) strength_model 0.8 → 0.3"]),
+        ("3", {"steps": 4}, ["num_inference_steps 3 → 4"]),
+        ("3", {"cfg": 7, "denoise": 0.5}, ["guidance_scale 5.0 → 7.0", "Sampler (3) denoise 1.0 → 0.5"]),
+        ("3", {"text": "a dog"}, ["3 text a cat → a dog"]),
+    ],
+)
+def test_a_comparison_names_what_was_set_anew_on_nodes(
+    node: str, change: dict[str, Any], told: list[str], watch: Watch, host: Host, store_file: Path
+) -> None:
+    host.nodes["LoraLoader"] = Node(("LATENT",), lambda x, lora_name, strength_model: (x,))
+    asked = {
+        **GRAPH,
+        "3": {**GRAPH["3"], "inputs": {**GRAPH["3"]["inputs"], "cfg": 5.0, "denoise": 1.0, "text": "a cat"}},
+        "4": {
+            "class_type": "LoraLoader",
+            "inputs": {"x": ["2", 0], "lora_name": "a.safetensors", "strength_model": 0.8},
+        },
+    }
+    other = {**asked, node: {**asked[node], "inputs": {**asked[node]["inputs"], **change}}}
+    watched = watch()
+    before = watched.run(asked)
+    host.cache.clear()
+    after = watched.run(other, "prompt-2")
+    differences = recipe_differences([after], [before])
+    assert [f"{name} {was} → {now}" for name, (was, now) in differences.items()] == told
+    assert told[0] in what_changed([after], [before]).headline
+    finish()
+    with open_store() as store:
+        assert len({row.row.recipe for row in store.runs()}) == 2
 
 
 @pytest.fixture
