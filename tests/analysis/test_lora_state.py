@@ -136,3 +136,33 @@ def test_a_lora_with_nan_comes_before_the_tensors_that_it_spoilt() -> None:
     run = replace(run_of(call()), findings=(tensors, lora))
     assert headline(run).startswith(lora.message)
     assert headline(replace(run, findings=(tensors,))).startswith(tensors.message)
+
+
+IDLE = {
+    "lora": "b",
+    "effective": False,
+    "says": "b: 0 of 7 modules used; The LoRA changes nothing: all are zero.",
+}
+ACTS = {"lora": "a", "effective": True, "says": "a: 7 of 7 modules used"}
+UNKNOWN = {"lora": "c", "effective": None, "says": "c: unknown (nothing was read)"}
+A, B = "LoRA a: 7 of 7 modules used.", "LoRA b: 0 of 7 modules used; The LoRA changes nothing: all are zero."
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "idle", "acting"),
+    [
+        ([ACTS], None, A),
+        ([IDLE], B, None),
+        ([IDLE, IDLE], f"{B} {B}", None),
+        ([IDLE, ACTS], None, A),
+        ([IDLE, UNKNOWN], None, None),
+        ([], None, None),
+    ],
+)
+def test_a_prompt_of_comfyui_says_what_its_nodes_loras_do(
+    verdicts: list[dict[str, Any]], idle: str | None, acting: str | None
+) -> None:
+    loaders = tuple(Stage("LoraLoader", 0.1, 1.0, facts={"lora_verdicts": [one]}) for one in verdicts)
+    run = run_of(Stage("generation", 0.1, 8.0, children=loaders))
+    assert (idle_lora(run), acting_lora(run)) == (idle, acting)
+    assert idle is None or headline(run).startswith(idle)

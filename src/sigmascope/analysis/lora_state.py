@@ -7,6 +7,8 @@ from sigmascope import units
 from sigmascope.records.run import IDLE_LORAS, Run, Stage
 
 _FACT = "lora_application"
+_VERDICTS: Final = "lora_verdicts"
+"""The fact of a node of ComfyUI that has a verdict for each of its LoRAs."""
 _IDLE = frozenset({"inactive", "failed"})
 """States of changes that do nothing."""
 _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
@@ -14,8 +16,11 @@ _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
 
 
 def idle_lora(run: Run) -> str | None:
-    """Why the LoRAs do nothing, if that is how the last change or the last call left them."""
+    """Why the LoRAs do nothing, if that is how the last change or the last call left them, or none of a prompt's acts."""
     idle: str | None = None
+    of_prompt = _of_prompt(run)
+    if of_prompt:
+        return _said(of_prompt) if all(one.get("effective") is False for one in of_prompt) else None
     for stage in run.walk():
         analysis = stage.facts.get(_FACT)
         if isinstance(analysis, Mapping):
@@ -29,6 +34,17 @@ def idle_lora(run: Run) -> str | None:
         elif IDLE_LORAS in stage.facts:
             idle = _cause(stage.facts[IDLE_LORAS])
     return idle
+
+
+def _of_prompt(run: Run) -> list[Mapping[str, Any]]:
+    """What is said of each LoRA that a node of ComfyUI put on."""
+    told = (stage.facts.get(_VERDICTS) for stage in run.walk())
+    return [_mapping(one) for each in told if isinstance(each, list | tuple) for one in each]
+
+
+def _said(verdicts: list[Mapping[str, Any]]) -> str:
+    """What verdicts of one kind say, each as a sentence."""
+    return " ".join(f"LoRA {str(one.get('says')).rstrip('.')}." for one in verdicts)
 
 
 def _is_idle(analysis: Mapping[str, Any]) -> bool:
@@ -63,6 +79,8 @@ def refused_lora(failed: Stage) -> str | None:
 
 def acting_lora(run: Run) -> str | None:
     """How strongly the LoRAs act, if they do as the last change left them."""
+    if of_prompt := [one for one in _of_prompt(run) if one.get("effective") is True]:
+        return _said(of_prompt)
     found = (stage.facts.get(_FACT) for stage in run.walk())
     analyses = [
         analysis
