@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from tests.history.kept_runs import kept_run
 
@@ -51,6 +53,13 @@ def test_an_id_that_another_begins_with_is_found(store: Store) -> None:
     for name in ("abcd", "abcde"):
         store.add(kept_run(id=name), "watch")
     assert [run.row.id for run in runs_of("abcd", store)] == ["abcd"]
+
+
+@pytest.mark.parametrize("word", ["825e", "825ebe8b", "825ebe8b-7f0e-4c11-9d5f-1f0c6f3f2d11"])
+def test_a_prompt_of_comfyui_is_found_by_comfyui_s_id(store: Store, word: str) -> None:
+    store.add(replace(kept_run(id="00f1b5b0"), name="ComfyUI 825ebe8b"), "comfyui")
+    store.add(replace(kept_run(id="11f1b5b0"), name="ComfyUI 925ebe8b"), "comfyui")
+    assert [run.row.id for run in runs_of(word, store)] == ["00f1b5b0"]
 
 
 def test_of_an_empty_store_nothing_is_the_latest(store: Store) -> None:

@@ -76,6 +76,8 @@ _LOCKED: Final = "is locked"
 _PREPARING: Final = 7305
 """The number of PostgreSQL's lock under which tables are made."""
 _MIGRATIONS: Final = Path(__file__).with_name("migrations")
+_OF_PROMPT_S_ID: Final = 8
+"""Letters of a ComfyUI prompt's id that are in its run's name."""
 _LARGEST_RECORD: Final = 256 << 20
 """Bytes of JSON: what a compressed record may become."""
 _NETWORK: Final = frozenset(
@@ -508,10 +510,19 @@ class Store:
         return self._listed(chosen.limit(None if limit is None else min(limit, sys.maxsize)).offset(offset))
 
     def runs_of_id(self, beginning: str, *, limit: int) -> list[KeptRun]:
-        """The runs whose id begins so; one whose id is just that comes alone."""
-        with_this = RUNS.c.id.startswith(beginning, autoescape=True)
-        found = self._listed(select(RUNS).where(with_this).order_by(RUNS.c.number).limit(limit))
-        return [run for run in found if run.row.id == beginning] or found
+        """The runs whose id begins so; one whose id is just that comes alone.
+
+        If there is none, prompts of ComfyUI's: their names begin with what ComfyUI's ids do.
+        """
+        of_prompt = f"ComfyUI {beginning[:_OF_PROMPT_S_ID]}"
+        for is_meant in (
+            RUNS.c.id.startswith(beginning, autoescape=True),
+            RUNS.c.name.startswith(of_prompt, autoescape=True),
+        ):
+            found = self._listed(select(RUNS).where(is_meant).order_by(RUNS.c.number).limit(limit))
+            if found:
+                return [run for run in found if run.row.id == beginning] or found
+        return []
 
     def runs_of_numbers(self, numbers: Sequence[int]) -> list[KeptRun]:
         """The runs with these keys that are there, the oldest first."""
