@@ -37,8 +37,11 @@ def idle_lora(run: Run) -> str | None:
 
 
 def _of_prompt(run: Run) -> list[Mapping[str, Any]]:
-    """What is said of each LoRA that a node of ComfyUI put on."""
-    told = (stage.facts.get(_VERDICTS) for stage in run.walk())
+    """What is said of each LoRA that a node of ComfyUI put on, now or where its output was kept."""
+    told = [
+        *(stage.facts.get(_VERDICTS) for stage in run.walk()),
+        _mapping(run.facts.get("comfyui")).get("loras_kept"),
+    ]
     return [_mapping(one) for each in told if isinstance(each, list | tuple) for one in each]
 
 

@@ -327,10 +327,10 @@ def _of_nodes(run: Run, *, with_texts: bool = True) -> Iterator[tuple[str, objec
     prompts = [name for stage in run.stages for name in _mapping(stage.facts.get("prompts"))]
     for entry in _listed(_mapping(comfyui.get("graph")).get("values")):
         node, name, value = entry if isinstance(entry, list) and len(entry) == 3 else ("", "", None)
-        is_text = isinstance(value, Mapping)
-        if f"{node} {name}" in prompts or (is_text and not (with_texts and value.get("sha256"))):
+        is_text, digest = isinstance(value, Mapping), _mapping(value).get("sha256")
+        if f"{node} {name}" in prompts or (is_text and not (with_texts and digest)):
             continue
-        shown = f"sha256 {str(value['sha256'])[:_HASH_DIGITS_SHOWN]}" if is_text else value
+        shown = f"sha256 {str(digest)[:_HASH_DIGITS_SHOWN]}" if is_text else value
         yield f"{kinds.get(node, 'unknown')} ({node}) {name}", shown
 
 

@@ -26,6 +26,7 @@ from sigmascope.records.run import (
 )
 
 _COMFYUI, _FILES, _KEPT_FILES, _VERDICTS = "comfyui", "files", "files_kept", "lora_verdicts"
+_KEPT_LORAS: Final = "loras_kept"
 """Facts of a prompt of ComfyUI."""
 _LONGEST: Final = 500
 """Letters of one value; a record changed by hand may hold any."""
@@ -200,6 +201,10 @@ def _comfyui_models(run: Run) -> Iterator[str]:
 
 
 def _loras(run: Run) -> Iterator[str]:
+    kept = _mapping(run.facts.get(_COMFYUI)).get(_KEPT_LORAS)
+    for told in kept if isinstance(kept, list) else ():
+        if isinstance(shown := _mapping(told).get("lora"), str):
+            yield shown.replace("\\", "/").rpartition("/")[2]
     for stage in run.walk():
         adapters = _mapping(_mapping(stage.facts.get(RECIPE)).get("loras"))
         for name, lora in adapters.items():

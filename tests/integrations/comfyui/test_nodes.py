@@ -13,6 +13,8 @@ from tests.comfy_shapes.patchers import ModelPatcher
 from tests.integrations.comfyui.conftest import Watch
 from tests.integrations.comfyui.host import Blocker, Host, Interrupted, Node, latent
 
+from sigmascope.history.row import row_of
+from sigmascope.integrations.comfyui import lora as lora_instrument
 from sigmascope.integrations.comfyui.lora import judge, use_of
 from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.integrations.comfyui.recording import PromptRecording
@@ -329,6 +331,37 @@ def test_only_modules_that_act_on_what_the_prompt_takes_are_used(
     said = use_of(modules, {"effective": effective, "why": None}, frozenset(nowhere), has_denoiser=True)
     assert (said["effective"], said["modules_used"], said["modules"]) == (*expected[:2], len(acts))
     assert said["why"] is None if expected[2] is None else expected[2] in said["why"]
+
+
+def test_a_lora_whose_loader_was_kept_is_told_as_it_was_judged_then(
+    watch: Watch, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model:
+        pass
+
+    verdict = {"effective": True, "reason": None, "why": None, "modules_used": 16, "modules": 17}
+    monkeypatch.setattr(lora_instrument, "judge", lambda *_: (dict(verdict), {"findings": []}))
+    monkeypatch.setitem(sys.modules, "nodes", SimpleNamespace(NODE_CLASS_MAPPINGS=host.nodes))
+    host.nodes["Lora"] = Node(("MODEL",), lambda lora_name: (Model(),))
+    host.nodes["Use"] = Node(("LATENT",), lambda model, seed: (latent(),))
+
+    def asked(seed: int, lora: str = "a.safetensors", takes: str = "1") -> dict[str, Any]:
+        loaders = {"1": lora, "3": "b.safetensors"}
+        return {
+            **{id: {"class_type": "Lora", "inputs": {"lora_name": name}} for id, name in loaders.items()},
+            "2": {"class_type": "Use", "inputs": {"model": [takes, 0], "seed": seed}},
+        }
+
+    watched = watch()
+    watched.run(asked(1), "11111111-first")
+    kept = watched.run(asked(2), "22222222-second")
+    assert "LoRA a.safetensors: kept from prompt 11111111: 16 of 17 modules used" in line_of(kept)
+    assert row_of(kept).loras == ("a.safetensors", "b.safetensors")
+    anew = line_of(watched.run(asked(2, "c.safetensors"), "33333333-third"))
+    assert "LoRA c.safetensors: 16 of 17 modules used" in anew
+    assert "a.safetensors" not in anew
+    led_elsewhere = line_of(watched.run(asked(2, takes="3"), "44444444-fourth"))
+    assert "LoRA" not in led_elsewhere  # of both it is another question now whether a node takes them
 
 
 def test_outputs_are_those_of_the_bare_host(watch: Watch, host: Host) -> None:

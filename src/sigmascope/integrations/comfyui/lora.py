@@ -1,13 +1,16 @@
 """The instrument that judges each LoRA of a prompt by the weights that were used with it.
 
 The loader's models before and after are remembered weakly. They are compared at the prompt's end, when the host has
-merged what it merges: by then the weights that the sampler used are there to be read.
+merged what it merges: by then the weights that the sampler used are there to be read. Of a loader that does not run,
+because ComfyUI kept its output, what was said of it then is told again, as of then.
 """
 
+import hashlib
+import json
 import sys
 import uuid
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -28,6 +31,10 @@ LORA: Final = "lora"
 """The fact of a node's stage: keys of the file and patches made of it, for each time."""
 VERDICTS: Final = "lora_verdicts"
 """The fact of a node's stage: whether the LoRA did anything, and why not."""
+KEPT: Final = "loras_kept"
+"""The prompt's fact that has the LoRAs of loaders that did not run, because ComfyUI kept their outputs, as judged before."""
+_MOST_KEPT: Final = 200
+_MOST_ANCESTORS: Final = 100
 _UNNAMED: Final = "(unnamed)"
 _DEEPEST: Final = 8
 """Levels of lists and dicts in which a node is given the names of LoRAs."""
@@ -47,6 +54,14 @@ class _Application(NamedTuple):
     name: str
     leads_nowhere: frozenset[str]
     patches: frozenset[int] | None
+
+
+class _Judged(NamedTuple):
+    """What was said of a node's LoRAs, in which prompt, and what of its models went to no other node there."""
+
+    prompt_id: str
+    verdicts: list[dict[str, Any]]
+    leads_nowhere: frozenset[str]
 
 
 class _Seen:
@@ -71,6 +86,7 @@ class Lora(Instrument):
         """See `Instrument`."""
         self.wraps.append(Wrap(self.needs[0], self, after=self._loaded))
         self.wraps.append(Wrap(self.needs[1], self, after=self._outputs))
+        self._judged: OrderedDict[str, _Judged] = OrderedDict()
 
     def _loaded(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         prompt, node = self.prompt_here(), self.node_here()
@@ -101,7 +117,7 @@ class Lora(Instrument):
         patches = seen.patches.get(node.id, [])
         apart = len(names) > 1 and len(names) == len(patches)
         for at, name in enumerate(names or [_UNNAMED]):
-            own, nowhere = patches[at] if apart else None, _leads_nowhere(prompt, node, kinds)
+            own, nowhere = patches[at] if apart else None, _leads_nowhere(prompt, node.id, kinds)
             seen.applied.append(_Application(node, kept, path_of(name), name, nowhere, own))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
@@ -119,6 +135,68 @@ class Lora(Instrument):
                 own.update(analysis)
             verdict["says"] = f"{one.name}: {in_words(verdict)}"
             one.node.add(VERDICTS, {"lora": one.name, **verdict})
+            self._remember(prompt, one, verdict)
+        kept = [
+            said
+            for node_id in prompt.graph
+            if node_id in prompt.cached
+            for said in self._kept(prompt, node_id)
+        ]
+        if kept:
+            prompt.facts[KEPT] = kept
+
+    def _remember(self, prompt: PromptRecording, one: _Application, verdict: Mapping[str, Any]) -> None:
+        made_of = _made_of(prompt.graph, one.node.id)
+        if made_of is None or verdict["effective"] is None:
+            return
+        before = self._judged.pop(made_of, None)
+        is_same = before is not None and before.prompt_id == prompt.prompt_id
+        told = before.verdicts if before is not None and is_same else []
+        told.append({"lora": one.name, "effective": verdict["effective"], "words": in_words(verdict)})
+        self._judged[made_of] = _Judged(prompt.prompt_id, told, one.leads_nowhere)
+        while len(self._judged) > _MOST_KEPT:
+            self._judged.popitem(last=False)
+
+    def _kept(self, prompt: PromptRecording, node_id: str) -> Iterator[dict[str, Any]]:
+        """What was said of a node's LoRAs when it ran, if it leads now where it led then."""
+        made_of = _made_of(prompt.graph, node_id)
+        judged = None if made_of is None else self._judged.get(made_of)
+        if judged is None or judged.leads_nowhere != _leads_nowhere(
+            prompt, node_id, _kinds_of(prompt, node_id)
+        ):
+            return
+        for one in judged.verdicts:
+            says = f"{one['lora']}: kept from prompt {judged.prompt_id[:8]}: {one['words']}"
+            told = {"lora": one["lora"], "effective": one["effective"], "says": says}
+            yield {"node": node_id, **told, "since_prompt": judged.prompt_id}
+
+
+def _kinds_of(prompt: PromptRecording, node_id: str) -> Sequence[Any]:
+    """What the class of a node gives, by its own words."""
+    known = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
+    kinds: Sequence[Any] = getattr(known.get(prompt.info(node_id).get("class_type")), "RETURN_TYPES", ())
+    return kinds
+
+
+def _made_of(graph: Mapping[str, Any], node_id: str) -> str | None:
+    """A digest of a node and of all that it is made from, as ComfyUI tells whether it has its output; None: too much."""
+    shape: dict[str, Any] = {}
+    waiting = [node_id]
+    while waiting:
+        name = waiting.pop()
+        if name in shape:
+            continue
+        node = graph.get(name)
+        if not isinstance(node, Mapping) or len(shape) >= _MOST_ANCESTORS:
+            return None
+        shape[name] = [node.get("class_type"), node.get("inputs") or {}]
+        waiting += [str(value[0]) for value in shape[name][1].values() if _is_link(value)]
+    text = json.dumps([node_id, shape], sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _names_in(inputs: Mapping[str, Any]) -> Iterator[str]:
@@ -177,20 +255,20 @@ def path_of(name: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _leads_nowhere(prompt: PromptRecording, node: NodeWatch, kinds: Sequence[Any]) -> frozenset[str]:
+def _leads_nowhere(prompt: PromptRecording, node_id: str, kinds: Sequence[Any]) -> frozenset[str]:
     """What of the models that a node of the posted graph gives goes to no other node."""
-    if node.id not in prompt.graph:
+    if node_id not in prompt.graph:
         return frozenset()
     taken = {
         (str(link[0]), link[1])
         for taker in prompt.graph
         for link in (prompt.info(taker).get("inputs") or {}).values()
-        if isinstance(link, list) and len(link) == 2
+        if _is_link(link)
     }
     return frozenset(
         _KINDS[kind]
         for slot, kind in enumerate(map(str, kinds))
-        if kind in _KINDS and (node.id, slot) not in taken
+        if kind in _KINDS and (node_id, slot) not in taken
     )
 
 
