@@ -333,6 +333,26 @@ def test_only_modules_that_act_on_what_the_prompt_takes_are_used(
     assert said["why"] is None if expected[2] is None else expected[2] in said["why"]
 
 
+@pytest.mark.parametrize(
+    ("strengths", "why"),
+    [
+        ({"strength_model": 0.0, "strength_clip": 0}, "both strengths are 0"),
+        ({"strength_model": 0.0}, "its strength is 0"),
+        ({"strength_model": 0.0, "strength_clip": 1.0}, "another reason"),
+        ({}, "another reason"),
+    ],
+)
+def test_a_loader_of_strength_0_is_the_reason(
+    watch: Watch, host: Host, monkeypatch: pytest.MonkeyPatch, strengths: dict[str, float], why: str
+) -> None:
+    verdict = {"effective": False, "reason": None, "why": "another reason", "modules_used": 0, "modules": 7}
+    monkeypatch.setattr(lora_instrument, "judge", lambda *_: (dict(verdict), {"findings": []}))
+    model = type("Model", (), {})()
+    host.nodes["Lora"] = Node(("MODEL",), lambda **_: (model,))
+    run = watch().run({"1": {"class_type": "Lora", "inputs": {"lora_name": "a.safetensors", **strengths}}})
+    assert f"LoRA a.safetensors: 0 of 7 modules used; {why}" in line_of(run)
+
+
 def test_a_lora_whose_loader_was_kept_is_told_as_it_was_judged_then(
     watch: Watch, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

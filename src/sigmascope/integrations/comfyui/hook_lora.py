@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.integrations.comfyui.instruments import Instrument
-from sigmascope.integrations.comfyui.lora import VERDICTS, in_words, path_of
+from sigmascope.integrations.comfyui.lora import VERDICTS, ZERO, in_words, path_of
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
@@ -20,7 +20,6 @@ from sigmascope.integrations.comfyui.wraps import Call, Wrap
 from sigmascope.stages.lora_on_model import match_file, names_of_all
 
 _NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
-_ZERO: Final = "both strengths are 0"
 _NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
 _ELSEWHERE: Final = "the weights from before lie on another device"
 
@@ -128,7 +127,7 @@ class HookLora(Instrument):
         }  # fmt: skip
         known = seen.models.get(one.hook, {})
         if one.hook is None or not known:
-            return {**verdict, "modules_used": 0, "why": _ZERO if one.hook is None else _NOT_TAKEN}
+            return {**verdict, "modules_used": 0, "why": ZERO if one.hook is None else _NOT_TAKEN}
         models = {is_text: model.patcher() for is_text, model in known.items()}
         matching = match_file(one.path, models.get(False), models.get(True))
         if matching.value is None:

@@ -42,11 +42,16 @@ _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at al
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
 """What a LoRA changes, by the kind of output that has it."""
 _ARRIVES: Final = ("lora_arrives_weak", "lora_arrives_noisy")
+ZERO: Final = "both strengths are 0"
+_ITS_ZERO: Final = "its strength is 0"
 _GONE: Final = "the models were gone when the prompt ended"
 
 
 class _Application(NamedTuple):
-    """A LoRA of a node. `patches` has the identities of those made of its file; None: it is the node's only one."""
+    """A LoRA of a node, and why the node left it off, if it was told to.
+
+    `patches` has the identities of those made of its file; None: it is the node's only one.
+    """
 
     node: NodeWatch
     models: Mapping[str, Callable[[], Any]]
@@ -54,6 +59,7 @@ class _Application(NamedTuple):
     name: str
     leads_nowhere: frozenset[str]
     patches: frozenset[int] | None
+    why_off: str | None
 
 
 class _Judged(NamedTuple):
@@ -118,7 +124,8 @@ class Lora(Instrument):
         apart = len(names) > 1 and len(names) == len(patches)
         for at, name in enumerate(names or [_UNNAMED]):
             own, nowhere = patches[at] if apart else None, _leads_nowhere(prompt, node.id, kinds)
-            seen.applied.append(_Application(node, kept, path_of(name), name, nowhere, own))
+            off = _why_off(inputs)
+            seen.applied.append(_Application(node, kept, path_of(name), name, nowhere, own, off))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's loader nodes."""
@@ -133,6 +140,8 @@ class Lora(Instrument):
                 own = one.node.facts.setdefault(one.node.name, {})
                 analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
                 own.update(analysis)
+                if one.why_off is not None and verdict["effective"] is False:
+                    verdict["why"] = one.why_off
             verdict["says"] = f"{one.name}: {in_words(verdict)}"
             one.node.add(VERDICTS, {"lora": one.name, **verdict})
             self._remember(prompt, one, verdict)
@@ -216,6 +225,14 @@ def _texts_in(value: Any, depth: int) -> Iterator[str]:
     elif depth and isinstance(value, list | tuple):
         for item in value:
             yield from _texts_in(item, depth - 1)
+
+
+def _why_off(inputs: Mapping[str, Any]) -> str | None:
+    """That a loader is given strengths, and each is 0."""
+    strengths = [first_of(inputs[name]) for name in ("strength_model", "strength_clip") if name in inputs]
+    if not strengths or any(strengths):
+        return None
+    return ZERO if len(strengths) > 1 else _ITS_ZERO
 
 
 def _with_own_patches(models: dict[str, Any], one: _Application) -> dict[str, Any]:
