@@ -2,6 +2,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,7 +194,14 @@ def test_what_comes_before_a_prompt_is_known(
     before = run.facts["comfyui"]["seconds_before"]
     assert before["validation"] == 3.0
     assert 100.0 <= before["queue"] < 200.0
+    assert "3.00 s of validation before, " in line_of(run)
     assert "in the queue before" in line_of(run)
+
+
+def test_time_of_no_node_is_named_where_it_is_the_longest(watch: Watch) -> None:
+    run = watch().run(GRAPH)
+    known = {**run.facts["comfyui"], "seconds_of_no_node": 0.9 * run.seconds}
+    assert ", 90 % outside nodes, " in line_of(replace(run, facts={**run.facts, "comfyui": known}))
 
 
 def test_a_file_that_is_read_belongs_to_the_node_that_reads_it(watch: Watch, tmp_path: Any) -> None:
@@ -382,6 +390,29 @@ def test_a_lora_whose_loader_was_kept_is_told_as_it_was_judged_then(
     assert "a.safetensors" not in anew
     led_elsewhere = line_of(watched.run(asked(2, takes="3"), "44444444-fourth"))
     assert "LoRA" not in led_elsewhere  # of both it is another question now whether a node takes them
+
+
+def chain(first: str, second: str, model: str = "m", slot: int = 0) -> dict[str, Any]:
+    loader = {"class_type": "Load", "inputs": {"ckpt_name": model}}
+    return {
+        first: loader,
+        second: {
+            "class_type": "Lora",
+            "inputs": {"model": [first, slot], "clip": [first, 1], "lora_name": "a"},
+        },
+    }
+
+
+def test_a_loader_is_known_again_by_what_it_is_made_from_whatever_the_ids() -> None:
+    made_of = lora_instrument._made_of
+    known = made_of(chain("1", "2"), "2")
+    assert known is not None
+    assert made_of(chain("77", "x") | {"5": {"class_type": "Empty", "inputs": {}}}, "x") == known
+    assert made_of(chain("1", "2", model="n"), "2") != known
+    assert made_of(chain("1", "2", slot=1), "2") != known
+    assert made_of({"2": chain("1", "2")["2"]}, "2") is None
+    long = {str(n): {"class_type": "L", "inputs": {"x": [str(n + 1), 0]}} for n in range(5000)}
+    assert made_of(long | {"5000": {"class_type": "L", "inputs": {}}}, "0") is None
 
 
 def test_outputs_are_those_of_the_bare_host(watch: Watch, host: Host) -> None:

@@ -188,19 +188,24 @@ def _kinds_of(prompt: PromptRecording, node_id: str) -> Sequence[Any]:
 
 
 def _made_of(graph: Mapping[str, Any], node_id: str) -> str | None:
-    """A digest of a node and of all that it is made from, as ComfyUI tells whether it has its output; None: too much."""
-    shape: dict[str, Any] = {}
-    waiting = [node_id]
-    while waiting:
-        name = waiting.pop()
-        if name in shape:
-            continue
-        node = graph.get(name)
-        if not isinstance(node, Mapping) or len(shape) >= _MOST_ANCESTORS:
+    """A digest of a node and of all that it is made from, whatever their ids: so ComfyUI tells whether it has an output.
+
+    None: the graph does not say, or it is too much.
+    """
+    numbers: dict[str, int] = {node_id: 0}
+    shape: list[Any] = []
+    while len(shape) < len(numbers) <= _MOST_ANCESTORS:
+        node = graph.get(list(numbers)[len(shape)])
+        if not isinstance(node, Mapping):
             return None
-        shape[name] = [node.get("class_type"), node.get("inputs") or {}]
-        waiting += [str(value[0]) for value in shape[name][1].values() if _is_link(value)]
-    text = json.dumps([node_id, shape], sort_keys=True, default=repr)
+        inputs: list[Any] = []
+        for name, value in sorted((node.get("inputs") or {}).items()):
+            source = numbers.setdefault(str(value[0]), len(numbers)) if _is_link(value) else None
+            inputs.append([name, value if source is None else value[1], source])
+        shape.append([node.get("class_type"), inputs])
+    if len(numbers) > _MOST_ANCESTORS:
+        return None
+    text = json.dumps(shape, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 

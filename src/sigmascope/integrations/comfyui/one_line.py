@@ -10,6 +10,8 @@ from sigmascope.units import format_size, percent, seconds
 
 _LEAST_SHARE = 0.01
 _LEAST_WAIT_SECONDS = 1.0
+_BEFORE = {"validation": "of validation", "queue": "in the queue"}
+_NO_NODE = "outside nodes"
 
 
 def line_of(run: Run) -> str:
@@ -26,13 +28,15 @@ def parts_of_line(run: Run) -> Iterator[str]:
         inside[stage.facts[NODE].get("parent")] += stage.seconds  # type: ignore[assignment]
     for stage in nodes:
         own[stage.name] += max(0.0, stage.seconds - inside[stage.facts[NODE]["id"]])  # type: ignore[assignment]
-    if own:
+    own[_NO_NODE] = facts.get("seconds_of_no_node") or 0.0  # type: ignore[assignment]
+    if nodes:
         name, longest = own.most_common(1)[0]
         if longest >= _LEAST_SHARE * run.seconds:
             yield f"{percent(longest, run.seconds)} {name}"
-    waited = (facts.get("seconds_before") or {}).get("queue") or 0.0
-    if waited >= _LEAST_WAIT_SECONDS:
-        yield f"{seconds(waited)} in the queue before"
+    before = facts.get("seconds_before") or {}
+    for what, words in _BEFORE.items():
+        if (waited := before.get(what) or 0.0) >= _LEAST_WAIT_SECONDS:
+            yield f"{seconds(waited)} {words} before"
     states = Counter(node["state"] for node in facts["nodes"])
     if states["cached"]:
         yield f"{states['cached']} of {sum(states.values())} nodes cached"
