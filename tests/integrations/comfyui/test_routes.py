@@ -199,6 +199,19 @@ def test_a_lora_s_verdict_is_said_on_its_node(effective: bool | None, mark: str)
     assert node["title"] == PAYLOAD
 
 
+@pytest.mark.parametrize(("effective", "mark"), [(True, "good"), (False, "bad")])
+def test_a_kept_loader_has_the_mark_that_it_had_when_it_ran(effective: bool, mark: str) -> None:
+    kept = {"node": "2", "effective": effective, "says": "a: kept from prompt 1: 0 of 3 modules used"}
+    row = {"title": None, "parent": None, "state": "cached", "seconds": None}
+    table = [{"id": id, "class_type": "LoraLoader", **row} for id in ("1", "2")]
+    facts = {"comfyui": {"prompt_id": "p", "nodes": table, "loras_kept": [kept]}}
+    run = Run("1", "x", "2026-01-02T03:04:05+00:00", 2.0, stages=(), facts=facts)
+    view = view_of(run, "x")
+    said = [(node["mark"], node["reasons"]) for node in view["nodes"]]
+    assert said == [("good", []), (mark, [f"LoRA {kept['says']}"])]
+    assert view["mark"] == mark
+
+
 def test_nodes_of_the_browser_s_subgraphs_add_up_in_the_node_that_stands_for_them() -> None:
     table = [
         {"id": node, "class_type": "A", "title": None, "parent": None, "state": "run", "seconds": seconds}
