@@ -12,7 +12,9 @@ from tests.integrations.comfyui.graphs import SLEEP, graph
 from tests.integrations.comfyui.server import Server, node, serving, states
 
 import sigmascope
+from sigmascope.analysis.breakdown import headline
 from sigmascope.integrations.comfyui.one_line import line_of
+from sigmascope.records.failures import outcome_of
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
@@ -80,6 +82,9 @@ def test_what_is_planted_is_found_where_it_was_planted(server: Server) -> None:
     server.run(graph())
     again = server.run(graph())
     assert set(states(again).values()) == {"cached"}
+    (kept,) = again.facts["comfyui"]["loras_kept"]
+    assert "good.safetensors: kept from prompt " in kept["says"]
+    assert "7 of 7 modules used" in kept["says"]
     slept = server.run(graph("PlantedSubgraph"))
     assert [child.name for child in node(slept, "9").children] == ["PlantedSleep", "PlantedSleep"]
     assert node(slept, "9").seconds >= sum(child.seconds for child in node(slept, "9").children) >= 2 * SLEEP
@@ -96,6 +101,8 @@ def test_what_is_planted_is_found_where_it_was_planted(server: Server) -> None:
     failed = server.run(graph("PlantedFailure"))
     assert (states(failed)["9"], states(failed)["7"]) == ("error", "not run")
     assert node(failed, "9").error == "ValueError: planted"
+    assert (outcome_of(failed.stages), failed.complete) == ("failed", True)
+    assert headline(failed).startswith("PlantedFailure failed after ")
     tiles = node(server.run(graph("PlantedOutOfMemory")), "7").facts["tiled"]
     assert tiles[0]["fallback"]
 
@@ -113,7 +120,9 @@ def test_an_interrupted_prompt_is_a_record_and_the_next_one_runs(server: Server)
     run = server.run(graph(seed=4))
     assert states(run)["6"] == "run"
     (stopped,) = server.records.glob(f"*-{prompt_id[:8]}.json")
-    assert states(sigmascope.load_run(stopped))["6"] == "interrupted"
+    interrupted = sigmascope.load_run(stopped)
+    assert states(interrupted)["6"] == "interrupted"
+    assert outcome_of(interrupted.stages) == "interrupted"
 
 
 def test_of_two_prompts_in_the_queue_the_second_has_waited_and_no_record_is_mixed(server: Server) -> None:
