@@ -265,25 +265,29 @@ class OpenFile:
         """Open it anew when it is read: in a forked child the open file shows its parent."""
         vars(self).pop("number", None)
 
-    def read(self) -> bytes:
-        """Its first 512 bytes.
+    def read(self, nbytes: int = 512) -> bytes:
+        """Its first bytes: the hot path.
 
         Raises:
             OSError: It is not there, or the program has closed the file.
         """
         number = self.number
-        if number is None:
-            opened = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            number = vars(self).setdefault("number", opened)
-            if number != opened:  # another thread was first
-                os.close(opened)
-        return os.pread(number, 512, 0)
+        return os.pread(self._opened() if number is None else number, nbytes, 0)
+
+    def _opened(self) -> int:
+        opened = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        number: int = vars(self).setdefault("number", opened)
+        if number != opened:  # another thread was first
+            os.close(opened)
+        return number
 
     def give_up(self) -> None:
         """Read it no more in this process."""
         self.number = -1
 
 
+_TWO_NUMBERS: Final = 48
+"""Bytes that hold two of the system's numbers, 20 digits at most each, and the beginning of a third."""
 _statm, _meminfo = OpenFile("/proc/self/statm"), OpenFile("/proc/meminfo")
 
 
@@ -294,7 +298,7 @@ def process_rss_bytes() -> int | None:
     """
     if _HAS_PROC:
         try:
-            return int(_statm.read().split()[1]) * _PAGE_BYTES
+            return int(_statm.read(_TWO_NUMBERS).split(None, 2)[1]) * _PAGE_BYTES
         except (OSError, ValueError, IndexError):  # a system without /proc; or the program closed the file
             _statm.give_up()
     return _rss_by_psutil().value
