@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping
 from time import process_time_ns
 from typing import Any, Final
 
+import torch
 from torch import Tensor
-from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from sigmascope.monitor.recorder import LiveStage, Recorder
 from sigmascope.monitor.scope import Mark
 from sigmascope.records.run import SCHEDULER_SECONDS
 
 _FEW: Final = 64
+is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+"""Whether `torch.jit.trace` is at work here: what `torch.jit.is_tracing` asks, in a third of its time."""
 NO_SCHEDULER = (
     "no scheduler step was seen, so calls at the same timestep count as one step. Where timesteps are on an "
     "accelerator, each call is a step; if the pipeline has a scheduler, all calls are one step"
@@ -111,7 +113,7 @@ class Denoising:
 
     def _is_another(self, timestep: object) -> bool:
         """Whether a call is for another step than the one that is open; keeps its timestep if so."""
-        value = number_of(timestep)
+        value = timestep if type(timestep) is float else number_of(timestep)
         if value is None:
             return self.last_ns is not None
         if value == self._timestep:
@@ -209,14 +211,15 @@ def number_of(timestep: object) -> float | None:
     """A timestep's number; None if reading it would wait for an accelerator, or be recorded by a tracer."""
     if not isinstance(timestep, Tensor):
         return float(timestep) if isinstance(timestep, int | float) else None
-    if not timestep.is_cpu or is_tracing():  # type: ignore[no-untyped-call]
+    if not timestep.is_cpu or is_tracing():
         return None
     try:
         if timestep.numel() == 1:
-            return float(timestep.item())
+            number: Any = timestep.item()
+            return number if type(number) is float else float(number)
         if timestep.numel() > _FEW:
             timestep = timestep[(0,) * timestep.dim()]
-        number: Any = timestep.tolist()  # a quarter of the time that indexing takes
+        number = timestep.tolist()  # a quarter of the time that indexing takes
         while isinstance(number, list):
             number = number[0]
         return float(number)

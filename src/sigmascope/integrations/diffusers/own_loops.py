@@ -23,11 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
-import torch
-from torch import Tensor, nn
-from torch.jit import is_tracing  # type: ignore[attr-defined]
+from torch import Tensor, is_grad_enabled, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sigmascope.integrations.diffusers.components import (
@@ -37,7 +35,7 @@ from sigmascope.integrations.diffusers.components import (
     VaeObserver,
     first_tensor,
 )
-from sigmascope.integrations.diffusers.denoising import Denoising, number_of
+from sigmascope.integrations.diffusers.denoising import Denoising, is_tracing, number_of
 from sigmascope.integrations.diffusers.idle_loras import SeenInCall
 from sigmascope.integrations.diffusers.pipeline_call import (
     DENOISING,
@@ -178,7 +176,8 @@ class OwnParts:
         self.components = dict(components)
 
 
-class _Going(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Going:
     """What is decided once for all further calls of a loop's denoiser.
 
     Attributes:
@@ -410,21 +409,26 @@ class OwnLoopObserver(Observer):
             or own.frame is not CURRENT.get()
         ):
             return self._before_first(module, args, kwargs)
-        form, denoising, planned = going.form, going.denoising, stack.planned_steps
-        # As `_Form.read` does, without the time of a call.
-        latents = args[0] if args else kwargs.get(form.latents)
+        # As `_Form.read` and `_is_denoising` do, without the time of their calls.
+        form, planned = going.form, stack.planned_steps
         timestep = args[form.at] if form.at < len(args) else kwargs.get(form.timestep)
         number = number_of(timestep)
+        last = own.last
         if (
-            (number != own.last and own.starts_again(number, planned))
-            or (planned is not None and denoising.stepped >= planned)
-            or not self._is_denoising(module, form, latents, timestep, number)
+            (number != last and own.starts_again(number, planned))
+            or (planned is not None and going.denoising.stepped >= planned)
+            or is_tracing()
+            or (is_grad_enabled() and self._may_train(module))
+            or not (
+                form.is_known
+                or self._may_denoise(module, args[0] if args else kwargs.get(form.latents), timestep)
+            )
         ):
             return self._before_first(module, args, kwargs)
         own.calling = module
-        if number != own.last:
+        if number != last:
             own.goes_to(number)
-        denoising.called(going.name, number)
+        going.denoising.called(going.name, number)
         return going.told
 
     def _before_first(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:
@@ -460,12 +464,20 @@ class OwnLoopObserver(Observer):
         self, module: Any, form: _Form, latents: object, timestep: object, number: float | None
     ) -> bool:
         """Whether a call of what takes latents and a timestep is one of a loop: no training, and no tracer's."""
-        if torch.is_grad_enabled() and (module.training or self._trained.get(module)):
+        if is_grad_enabled() and self._may_train(module):
             return False
-        if not form.is_known and (self._refused.get(module) or not _is_timestep_of(latents, timestep)):
+        if not form.is_known and not self._may_denoise(module, latents, timestep):
             return False
         is_read = number is not None and isinstance(timestep, Tensor)  # no tracer lets one be read
-        return is_read or not is_tracing()  # type: ignore[no-untyped-call]
+        return is_read or not is_tracing()
+
+    def _may_train(self, module: Any) -> bool:
+        """Whether what is called with gradients is called to be trained."""
+        return bool(module.training or self._trained.get(module))
+
+    def _may_denoise(self, module: object, latents: object, timestep: object) -> bool:
+        """Whether what is no denoiser of diffusers may be one."""
+        return not self._refused.get(module) and _is_timestep_of(latents, timestep)
 
     def _form(self, stack: StageStack, own: OwnGeneration | None, module: nn.Module) -> _Form | None:
         """How a module takes latents and timestep that is not the one that was called last; None: it is no denoiser here."""
@@ -531,7 +543,7 @@ class OwnLoopObserver(Observer):
         denoising.called(own.name, number)
         if is_first and not form.is_known:
             return partial(self._after_first, stack, own, module, latents)
-        told = partial(self._after, stack, own)
+        told = self._end_of_call(stack, own)
         own.going = _Going(denoising, form, own.name, told) if own.is_repeated else None
         return told
 
@@ -545,21 +557,24 @@ class OwnLoopObserver(Observer):
         error: BaseException | None,
     ) -> None:
         """Take the end of the first call of what may be a denoiser, by what it gave."""
-        self._after(stack, own, result, error)
+        self._end_of_call(stack, own)(result, error)
         if error is None and not _has_form_of(latents, result):  # type: ignore[arg-type]
             self._refused.put(module, True)
             self._drop(stack)
 
-    def _after(
-        self, stack: StageStack, own: OwnGeneration, _result: object, error: BaseException | None
-    ) -> None:
-        """Take the end of a denoiser's call: the hot path."""
-        own.calling = None
-        own.last_ns = self.session.recorder.clock()
-        if error is not None:
-            self._end(stack, error, is_now=True)
-        elif stack.planned_steps is None and stack.denoising is not None:
-            stack.denoising.returned(own.last_ns)
+    def _end_of_call(self, stack: StageStack, own: OwnGeneration) -> After:
+        """What takes the end of a denoiser's call: the hot path."""
+        clock = self.session.recorder.clock
+
+        def told(_result: object, error: BaseException | None) -> None:
+            own.calling = None
+            own.last_ns = at_ns = clock()
+            if error is not None:
+                self._end(stack, error, is_now=True)
+            elif stack.planned_steps is None and stack.denoising is not None:
+                stack.denoising.returned(at_ns)
+
+        return told
 
     def _before_helper(self, helper: object, args: Arguments, kwargs: Keywords) -> None:
         stack = self._stack()
@@ -646,7 +661,7 @@ class OwnLoopObserver(Observer):
         try:
             stack = self._stack()
             own: OwnGeneration | None = None if stack is None else stack.loop
-            if stack is None or own is None or stack.denoising is None or not torch.is_grad_enabled():
+            if stack is None or own is None or stack.denoising is None or not is_grad_enabled():
                 return
             for part in own.parts.values():
                 if isinstance(module := part(), nn.Module):
