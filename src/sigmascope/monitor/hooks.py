@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -37,7 +37,10 @@ class HookSet:
     Attributes:
         instrument: What the reason of a failure is kept under.
         works: Whether nothing has failed so far.
+        gives_way: Whether it is told of no call that another one of the same guard, which came first, takes.
     """
+
+    gives_way: ClassVar[bool] = False
 
     def __init__(self, guard: Guard, instrument: str) -> None:
         self.guard = guard
@@ -55,7 +58,7 @@ class HookSet:
             failure = TypeError(f"{attribute} is static: its calls do not say on which object")
             self.guard.switch_off(f"{self.instrument} of {kind.__name__}", failure)
         elif any(attribute in vars(base) for base in kind.__mro__[:-1]):
-            self.hook_attribute(kind, attribute, functools.partial(_before_target, heard, kind))
+            self.hook_attribute(kind, attribute, _before_targets(heard, kind))
         if attribute in getattr(thing, "__dict__", {}):
             self.hook_attribute(thing, attribute, before)
 
@@ -86,7 +89,7 @@ class HookSet:
         if self.has(key, owner):
             return
         try:
-            undo = listen(owner, attribute, Listener(before, self.failed))
+            undo = listen(owner, attribute, Listener(before, self.failed, self.guard, self.gives_way))
         except Exception as failure:  # noqa: BLE001 - it refuses, in whatever words; that says nothing of others
             kind = owner if isinstance(owner, type) else type(owner)
             self.guard.switch_off(f"{self.instrument} of {kind.__name__}", failure)
@@ -149,12 +152,18 @@ class HookSet:
         self._heard.clear()
 
 
-def _before_target(
-    heard: "ByIdentity[tuple[type, Before]]", owner: type, target: object, args: Arguments, kwargs: Keywords
-) -> After | None:
-    """Tell the listeners of this object and class; a base's method that its own method calls is part of that call."""
-    known = heard.get(target)
-    return known[1](target, args, kwargs) if known is not None and known[0] is owner else None
+def _before_targets(heard: "ByIdentity[tuple[type, Before]]", owner: type) -> Before:
+    """What tells the listeners of an object and class; a base's method that its own method calls is part of that call."""
+    known = heard.known
+
+    def before(target: object, args: Arguments, kwargs: Keywords) -> After | None:
+        entry = known.get(id(target))  # as `ByIdentity.get` does, without the time of a call
+        if entry is None or entry[0]() is not target:
+            return None
+        kind, tell = entry[1]
+        return tell(target, args, kwargs) if kind is owner else None
+
+    return before
 
 
 def _before_replicas(
@@ -175,10 +184,14 @@ class Listener:
         before: Called with the object (or class) that is called on, and the call's arguments; gives what is to be
             called after it, or None.
         failed: Called with what `before` or its `After` raised, which goes no further.
+        guard: Of whose watch it is.
+        gives_way: Whether it is not told of a call after which another one before it, of the same watch, is called.
     """
 
     before: Before
     failed: Callable[[Exception], None]
+    guard: Guard | None = None
+    gives_way: bool = False
 
 
 _METHOD_HOOKS: dict[tuple[int, str], "MethodHook"] = {}
@@ -232,6 +245,8 @@ if hasattr(os, "register_at_fork"):
 
 _INHERITED = object()
 """Stands for what a class has from its bases."""
+_NOTHING = object()
+"""Stands for an object that was not given."""
 
 
 class MethodHook:
@@ -306,8 +321,22 @@ def _with_listeners(
     original: Callable[..., Any], hook: MethodHook, *, is_static: bool = False
 ) -> Callable[..., Any]:
     """A class's function, with its name, documentation and signature, and the hook's listeners around it."""
-    call = functools.update_wrapper(_told(original, hook, takes_target=not is_static), original)
+    told = _told(original, hook, takes_target=not is_static)
+    call = functools.update_wrapper(_without_target(told) if is_static else told, original)
     call.__dict__["__signature__"] = inspect.signature(original)
+    return call
+
+
+def _without_target(told: Callable[..., Any]) -> Callable[..., Any]:
+    """What is called on no object, as a static method is."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return told(None, *args, **kwargs)
+        except BaseException as error:
+            without_this_frame(error)
+            raise
+
     return call
 
 
@@ -316,13 +345,14 @@ class _Attribute:
 
     def __init__(self, original: Callable[..., Any], hook: MethodHook, owner: Callable[[], object]) -> None:
         self._original = original
-        self._told = _told(original, hook, owner=owner)
+        self._owner = owner
+        self._told = _told(original, hook, takes_target=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return self._original(*args, **kwargs)
         try:
-            return self._told(*args, **kwargs)
+            return self._told(self._owner(), *args, **kwargs)
         except BaseException as error:
             without_this_frame(error)
             raise
@@ -344,93 +374,103 @@ def _itself(thing: Any) -> Any:
     return thing
 
 
-def _told(
-    original: Callable[..., Any],
-    hook: MethodHook,
-    *,
-    owner: Callable[[], object] | None = None,
-    takes_target: bool = False,
-) -> Callable[..., Any]:
+def _told(original: Callable[..., Any], hook: MethodHook, *, takes_target: bool) -> Callable[..., Any]:
     """What gives what the original gives, and tells the hook's listeners: the hot path, in one frame.
+
+    It takes the target, and then the arguments that the caller sees.
 
     Args:
         original: What is called.
-        hook: Its listeners are told of the target, and of the arguments that the caller sees.
-        owner: Gives the target.
-        takes_target: Whether the target is the first argument.
+        hook: Its listeners are told of the target and the arguments.
+        takes_target: Whether the original takes the target, too.
     """
     name, kind_of = hook._name, hook._owner
     is_inherited = takes_target and hook.is_inherited
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(target: Any = _NOTHING, /, *seen: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return original(*args, **kwargs)
-        act, given, seen = original, args, args
-        target = None if owner is None else owner()
-        if takes_target and args:
-            target, seen = args[0], args[1:]
-            if is_inherited:  # a base's method may have been replaced meanwhile, as `torch.fx` does
-                try:
-                    act = getattr(super(kind_of(), target), name)
-                    given = seen
-                except TypeError:  # another class's object, to which the function was given by hand
-                    act = original
-        afters: list[tuple[After, Listener]] = []  # of each what it wants to be called after the call
-        for listener in hook.listeners:
+            has_target = takes_target and target is not _NOTHING
+            return original(target, *seen, **kwargs) if has_target else original(*seen, **kwargs)
+        act, given, listeners = original, seen, hook.listeners
+        if target is _NOTHING:  # a method that is called on its class, without an object
+            listeners = ()
+        elif is_inherited:  # a base's method may have been replaced meanwhile, as `torch.fx` does
+            try:
+                act = getattr(super(kind_of(), target), name)
+            except TypeError:  # another class's object, to which the function was given by hand
+                given = (target, *seen)
+        elif takes_target:
+            given = (target, *seen)
+        last: tuple[After, Listener] | None = None  # of each what it wants to be called after the call
+        others: tuple[tuple[After, Listener], ...] = ()
+        for listener in listeners:
+            if listener.gives_way and last is not None and last[1].guard is listener.guard:
+                continue
             try:
                 after = listener.before(target, seen, kwargs)
             except Exception as failure:  # noqa: BLE001 - what a listener raises must not reach the host
                 listener.failed(failure)
             else:
                 if after is not None:
-                    afters.append((after, listener))
+                    if last is not None:
+                        others = (*others, last)
+                    last = (after, listener)
         try:
             result = act(*given, **kwargs)
         except BaseException as error:
             without_this_frame(error)
-            _call_after(afters, error)
+            if last is not None:
+                _call_after((*others, last), None, error)
             raise
-        while afters:  # the last first
-            after, listener = afters.pop()
+        if last is not None:  # the last first
+            after, listener = last
             try:
                 after(result, None)
             except Exception as failure:  # noqa: BLE001 - as above
                 listener.failed(failure)
+            if others:
+                _call_after(others, result, None)
         return result
 
     return call
 
 
-def _call_after(afters: list[tuple[After, Listener]], error: BaseException) -> None:
-    """Tell listeners of what a call raised, the last first."""
+def _call_after(
+    afters: tuple[tuple[After, Listener], ...], result: object, error: BaseException | None
+) -> None:
+    """Tell listeners of what a call gave or raised, the last first."""
     for after, listener in reversed(afters):
         try:
-            after(None, error)
+            after(result, error)
         except Exception as failure:  # noqa: BLE001 - as above
             listener.failed(failure)
 
 
 class ByIdentity(Generic[T]):
-    """Values for objects, each kept as long as its object lives: another object may get its `id` afterwards."""
+    """Values for objects, each kept as long as its object lives: another object may get its `id` afterwards.
+
+    Attributes:
+        known: By an object's `id` what gives the object, and its value.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Callable[[], object], T]] = {}
+        self.known: dict[int, tuple[Callable[[], object], T]] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.known)
 
     def get(self, thing: object) -> T | None:
         """The object's value; None if there is none."""
-        known = self._known.get(id(thing))
+        known = self.known.get(id(thing))
         return known[1] if known is not None and known[0]() is thing else None
 
     def put(self, thing: object, value: T) -> None:
         """Keep this value for the object."""
-        self._known[id(thing)] = (reference_to(thing, functools.partial(_pop, self._known, id(thing))), value)
+        self.known[id(thing)] = (reference_to(thing, functools.partial(_pop, self.known, id(thing))), value)
 
     def clear(self) -> None:
         """Forget all."""
-        self._known.clear()
+        self.known.clear()
 
 
 def without_this_frame(error: BaseException) -> None:
