@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -37,15 +37,14 @@ class HookSet:
     Attributes:
         instrument: What the reason of a failure is kept under.
         works: Whether nothing has failed so far.
-        gives_way: Whether it is told of no call that another one of the same guard, which came first, takes.
+        gives_way_to: Those whose calls it is not told of: where they want to be called after one, it is theirs.
     """
-
-    gives_way: ClassVar[bool] = False
 
     def __init__(self, guard: Guard, instrument: str) -> None:
         self.guard = guard
         self.instrument = instrument
         self.works = True
+        self.gives_way_to: HookSet | None = None
         self._undo: dict[object, tuple[Callable[[], object], Callable[[], None]]] = {}
         self._heard: dict[str, ByIdentity[tuple[type, Before]]] = {}
 
@@ -89,7 +88,7 @@ class HookSet:
         if self.has(key, owner):
             return
         try:
-            undo = listen(owner, attribute, Listener(before, self.failed, self.guard, self.gives_way))
+            undo = listen(owner, attribute, Listener(before, self.failed, self, self.gives_way_to))
         except Exception as failure:  # noqa: BLE001 - it refuses, in whatever words; that says nothing of others
             kind = owner if isinstance(owner, type) else type(owner)
             self.guard.switch_off(f"{self.instrument} of {kind.__name__}", failure)
@@ -184,14 +183,14 @@ class Listener:
         before: Called with the object (or class) that is called on, and the call's arguments; gives what is to be
             called after it, or None.
         failed: Called with what `before` or its `After` raised, which goes no further.
-        guard: Of whose watch it is.
-        gives_way: Whether it is not told of a call after which another one before it, of the same watch, is called.
+        hooks: Whose it is.
+        gives_way_to: It is not told of a call after which a listener of these, before it, wants to be called.
     """
 
     before: Before
     failed: Callable[[Exception], None]
-    guard: Guard | None = None
-    gives_way: bool = False
+    hooks: HookSet | None = None
+    gives_way_to: HookSet | None = None
 
 
 _METHOD_HOOKS: dict[tuple[int, str], "MethodHook"] = {}
@@ -404,7 +403,8 @@ def _told(original: Callable[..., Any], hook: MethodHook, *, takes_target: bool)
         last: tuple[After, Listener] | None = None  # of each what it wants to be called after the call
         others: tuple[tuple[After, Listener], ...] = ()
         for listener in listeners:
-            if listener.gives_way and last is not None and last[1].guard is listener.guard:
+            first = listener.gives_way_to
+            if first is not None and last is not None and last[1].hooks is first:
                 continue
             try:
                 after = listener.before(target, seen, kwargs)

@@ -297,6 +297,7 @@ class OwnLoopObserver(Observer):
 
     def start(self) -> None:
         """Know the classes that there are, and hear when an object of another is made."""
+        self.session.observer(DenoiserObserver).gives_way_to = self
         if not self.session.is_everywhere:
             return
         self.hook_attribute(nn.Module, "__init__", self._before_init)

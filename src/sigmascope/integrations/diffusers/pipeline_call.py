@@ -340,13 +340,9 @@ _SCHEDULE_SETTINGS: Final = (
 
 
 class DenoiserObserver(Observer):
-    """A step for all calls of denoisers up to the scheduler's step.
-
-    Calls that an own loop's observer counts are not told to it.
-    """
+    """A step for all calls of denoisers up to the scheduler's step."""
 
     name: ClassVar[str] = "denoiser"
-    gives_way: ClassVar[bool] = True
 
     def attach(self, parts: WatchedParts) -> None:
         """Hear every denoiser."""
