@@ -49,7 +49,7 @@ from sigmascope.integrations.diffusers.watch_session import (
     pipelines_in,
 )
 from sigmascope.monitor.generation import tell_request
-from sigmascope.monitor.hooks import After, Arguments, Before, Keywords, holder_of
+from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
 from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import LiveStage
@@ -348,28 +348,25 @@ class DenoiserObserver(Observer):
         """Hear every denoiser."""
         has_scheduler = any(callable(getattr(part, "step", None)) for _, part in parts.of_role("scheduler"))
         for name, denoiser in denoisers_of(parts):
-            self.hook_calls(denoiser, self._hear(name, has_scheduler=has_scheduler))
+            self.hook_calls(denoiser, partial(self._before, name, has_scheduler))
         for name in _DENOISER_NAMES:  # another runtime's engine may stand for a denoiser: it is no module
             engine = parts.components.get(name)
             if callable(engine) and not isinstance(engine, nn.Module):
-                self.hook_method(engine, "__call__", self._hear(name, has_scheduler=has_scheduler))
+                before = partial(self._before, name, has_scheduler)
+                self.hook_method(engine, "__call__", before)
         for name, part in parts.components.items():
             if name.startswith(_HELPER_PREFIX) and isinstance(part, nn.Module):
                 self.hook_calls(part, self._before_helper)
 
-    def _hear(self, name: str, *, has_scheduler: bool) -> Before:
-        """What takes the calls of a denoiser: the hot path."""
-        session = self.session
-
-        def before(_: object, args: Arguments, kwargs: Keywords) -> After | None:
-            stack = current_stack(session) or session.stack_here()
-            if stack is None or (stack.loop is not None and stack.loop.calling is not None):
-                return None  # nothing of this session is called here, or an own loop's denoiser: its observer counts it
-            denoising = start_denoising(stack)
-            denoising.called(name, timestep_in(args, kwargs))
-            return None if has_scheduler else lambda _result, _error: denoising.returned()
-
-        return before
+    def _before(
+        self, name: str, has_scheduler: bool, _: object, args: Arguments, kwargs: Keywords
+    ) -> After | None:
+        stack = current_stack(self.session) or self.session.stack_here()
+        if stack is None or (stack.loop is not None and stack.loop.calling is not None):
+            return None  # nothing of this session is called here, or an own loop's denoiser: its observer counts it
+        denoising = start_denoising(stack)
+        denoising.called(name, timestep_in(args, kwargs))
+        return None if has_scheduler else lambda _result, _error: denoising.returned()
 
     def _before_helper(self, *_: object) -> None:
         stack = current_stack(self.session) or self.session.stack_here()
