@@ -73,6 +73,64 @@ def test_late_runs_hide_no_step() -> None:
     assert places(values + late) == [40]
 
 
+@pytest.mark.parametrize("change", [1.1, 0.9])
+def test_changes_are_found_where_one_run_in_20_is_late(change: float) -> None:
+    """One of the three new runs is late in 14 of 100 series, and a rank test misses the other two."""
+    rng = np.random.default_rng(1)
+    found = 0
+    for _ in range(100):
+        at = int(rng.integers(20, 80))
+        values = 10 * (1 + 0.015 * rng.standard_normal(at + 3))
+        late = rng.random(at + 3) < 0.05
+        values[late] *= 1 + rng.exponential(0.5, late.sum())
+        values[at:] *= change
+        found += any(abs(place - at) <= 1 for place in places(values.tolist()))
+    assert found >= 95
+
+
+@pytest.mark.parametrize(("drift", "change"), [(0.05, 0.9), (-0.05, 1.1)])
+def test_changes_are_found_in_series_that_drift(drift: float, change: float) -> None:
+    rng = np.random.default_rng(2)
+    found = 0
+    for _ in range(100):
+        at = int(rng.integers(20, 80))
+        values = 10 * (1 + 0.015 * rng.standard_normal(at + 3)) * (1 + drift * np.arange(at + 3) / 100)
+        values[at:] *= change
+        found += any(abs(place - at) <= 1 for place in places(values.tolist()))
+    assert found >= 95
+
+
+def test_a_drift_that_ends_is_no_change() -> None:
+    """The line goes on where the values do not."""
+    values = [value * (1 + 0.1 * min(at, 50) / 50) for at, value in enumerate(gaussian(100, 1))]
+    assert places(values) == []
+
+
+@pytest.mark.parametrize("new", [[9.0, 14.0, 9.05], [14.0, 9.0, 9.05], [9.0, 9.05, 14.0]])
+def test_a_late_run_among_three_that_are_faster_hides_nothing(new: list[float]) -> None:
+    [place] = places(gaussian(40, 3) + new)
+    assert abs(place - 40) <= 1
+    assert places([*gaussian(40, 3), 7.5, 9.1, 7.6]) == [40]  # late too, and of neither level
+    assert places(gaussian(40, 3) + new[:2]) == []
+
+
+def test_late_runs_are_no_level_unless_they_agree() -> None:
+    before = gaussian(40, 3)
+    for at, late in zip(range(3, 40, 8), (11.5, 28.0, 16.0, 24.0, 19.0), strict=True):
+        before[at] = late
+    assert places([*before, 12.5, 14.5, 21.0]) == []
+    assert places([*before, 12.5, 12.4, 12.6]) == [40]
+
+
+def test_a_late_run_before_a_change_does_not_draw_the_place_to_itself() -> None:
+    for late in (11.1, 14.0):
+        assert places([*gaussian(28, 1), late, 10.04, 11.23, 11.06, 10.92]) == [30]
+
+
+def test_two_changes_near_each_other_are_both_found() -> None:
+    assert places(gaussian(30, 1) + gaussian(4, 2, 12.0) + gaussian(4, 3, 15.0)) == [30, 34]
+
+
 def test_a_gradual_change_is_a_change_or_a_drift() -> None:
     """Up by half within twelve runs; and by a seventh in a hundred, where no run is the one."""
     ramp = [10 * (1 + 0.5 * step / 12) for step in range(1, 13)]
@@ -109,6 +167,19 @@ def test_a_peak_that_jumps_between_two_levels_does_not_change() -> None:
     rng = random.Random(5)
     jumping = [(20 if rng.random() < 0.6 else 24) * GIB for _ in range(100)]
     assert places(jumping, "bytes") == []
+
+
+def test_peaks_that_jump_to_a_level_that_varies_do_not_change() -> None:
+    told = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        told += bool(
+            places(
+                [20 * GIB if rng.random() < 0.7 else 24 * GIB * rng.gauss(1, 0.02) for _ in range(100)],
+                "bytes",
+            )
+        )
+    assert told <= 0.01 * 40
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5])

@@ -9,14 +9,19 @@ rank test is Hawkins and Deng's chart ("A nonparametric change-point control cha
 of asv's `step_detect`. From asv's fit is the place: of the splits around a find, the one with the least absolute
 deviations from the two medians.
 
-Whether a difference is noise is decided where it always is (`run_comparison.is_noise`): no change point is what `compare`
-would call noise. But a series of a thousand runs is a thousand looks, and one in a hundred by chance would be ten false
-alarms. So a change point must also be
+Whether a difference is noise is decided where it always is (`run_comparison.is_noise`), of the values without the late runs
+of either side: of the three after a change, one in seven series has a late one where one run in 20 is late, and no rank test
+finds the other two. But a series of a thousand runs is a thousand looks, and one in a hundred by chance would be ten false
+alarms. So beside a level of 20 values or more a change point must also be
 
-- far: 3.5 standard deviations of the level from its median, which are 1.4826 of its median absolute deviations (Hampel,
-  JASA 69, 1974), so that late runs do not widen it;
-- new: at most one in 8 values of the level lies as far out, and one in 20 near the new median, so that of a figure that
-  jumps between two levels nothing is said;
+- far: 3.5 standard deviations from where the level drifts to, its line by Theil and Sen (JASA 63, 1968), and 3 from its median,
+  since a drift may have ended. They are 1.4826 of the median absolute deviations from each (Hampel, JASA 69, 1974), which late
+  runs do not widen;
+- likely: the new values are ten times likelier as a new level, wherever that lies, than as more of the one before. Either has
+  as many strays, such as late runs, as the level before has on that side of it. So a late run after a change says nothing
+  against it, and where late runs are common, three of them in a row are a level only if they agree;
+- new: at most one in 20 values of the level is where the new ones are, so that of a figure that jumps between two levels
+  nothing is said;
 - lasting: more of the values after it than one in 8 are not half of the way back, and a level of fewer than 10 values that came and
   went was not there in more than one in 20 of the values around it. A place that does not last is withdrawn, and the series
   walked without it.
@@ -44,6 +49,11 @@ _WINDOWS: Final = (FEWEST_NEW, 5, 10)
 MOST_BEFORE: Final = 50
 FEWEST_BEFORE: Final = 3
 _DEVIATIONS: Final = 3.5
+_DEVIATIONS_FROM_MEDIAN: Final = 3.0
+_TIMES_LIKELIER: Final = 10
+"""Jeffreys calls this strong ("Theory of Probability", 1961, appendix B)."""
+_LIKE_IT: Final = 2.0
+"""Standard deviations around a level that are of it."""
 _NORMAL: Final = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
 _FEWEST_FOR_SCATTER: Final = 20
@@ -54,6 +64,10 @@ _BEYOND: Final = 8
 _NEAR: Final = 20
 _LEAST_STEP: Final[dict[Unit, float]] = {"seconds": 0.03, "bytes": 0.005}
 """Logarithms of ratios that are noise whatever the values are, see `is_noise`."""
+_LEAST_SCATTER: Final[dict[Unit, float]] = {"seconds": 0.003, "bytes": 0.0005}
+"""Of values that are all the same, the next may differ by this."""
+_LEAST_RATIO: Final = 1e-9
+"""A time of 0 has no logarithm."""
 _ROWS_AT_ONCE: Final = 20_000
 _FEWEST_FOR_DRIFT: Final = 20
 
@@ -207,9 +221,9 @@ def trend_of(values: Sequence[float], unit: Unit, *, limits: Limits = USUAL) -> 
     Raises:
         ValueError: One of them is no value.
     """
-    wrong = next((value for value in values if not is_value(value)), None)
-    if wrong is not None:
-        raise ValueError(f"{wrong!r} cannot stand in a series")
+    wrong = [value for value in values if not is_value(value)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} cannot stand in a series")
     places = _lasting_places(values, unit, limits)
     bounds = [0, *(at for at, _ in places), len(values)]
     changes = tuple(
@@ -310,12 +324,38 @@ def _has_changed(
     middle, now = median(before), median(new)
     if now == middle:
         return False
-    if _gone(new, middle, now) < _SHARE_GONE * width:
-        return False
     if min(now, middle) <= 0:  # of which there is no ratio
-        return not is_noise(new, before, unit, limits=limits)
-    is_new = _is_new_level if len(before) >= _FEWEST_FOR_SCATTER else _is_beyond_all
-    return is_new(new, before) and not is_noise(new, before, unit, limits=limits)
+        return _gone(new, middle, now) >= _SHARE_GONE * width and not is_noise(
+            new, before, unit, limits=limits
+        )
+    if len(before) < _FEWEST_FOR_SCATTER:
+        return (
+            _gone(new, middle, now) >= _SHARE_GONE * width
+            and _is_beyond_all(new, before)
+            and not is_noise(new, before, unit, limits=limits)
+        )
+    scatter = max(_NORMAL * median(abs(value - middle) for value in before), _LEAST_SCATTER[unit] * middle)
+    far = _DEVIATIONS * scatter
+    new_ones = _of_either_level(new, middle, now, far)
+    return (
+        _gone(new_ones, middle, now) >= _SHARE_GONE * len(new_ones)
+        and _is_new_level(new, before, unit)
+        and not is_noise(
+            [*new_ones, *[now] * (width - len(new_ones))],  # as many as there are, since fewer need more
+            [value for value in before if abs(value - middle) <= far],
+            unit,
+            limits=limits,
+        )
+    )
+
+
+def _of_either_level(new: Sequence[float], middle: float, now: float, far: float) -> Sequence[float]:
+    """The new values without those that are of neither level: far from the one before, and not half of the way to the other.
+
+    Such as a late run among faster ones. All values, if those of either level are no majority.
+    """
+    kept = [value for value in new if abs(value - middle) <= far or _gone([value], middle, now)]
+    return kept if 2 * len(kept) > len(new) else new
 
 
 def _is_beyond_all(new: Sequence[float], before: Sequence[float]) -> bool:
@@ -325,33 +365,75 @@ def _is_beyond_all(new: Sequence[float], before: Sequence[float]) -> bool:
     return gap > 0 and gap >= times * (max(before) - min(before))
 
 
-def _is_new_level(new: Sequence[float], before: Sequence[float]) -> bool:
-    """Whether the new values are far from the level before and where it drifts to, and it was there in few values only."""
-    middle, now = median(before), median(new)
-    step = math.log(now / middle)
-    steps = [math.log(value / middle) if value > 0 else -math.inf for value in before]
-    scatter = _NORMAL * median(map(abs, steps))
-    beyond = sum(value / step >= 1 for value in steps)
-    near = sum(abs(value - step) <= abs(step) / 2 for value in steps)
-    if beyond > len(before) // _BEYOND or near > len(before) // _NEAR or abs(step) < _DEVIATIONS * scatter:
+def _is_new_level(new: Sequence[float], before: Sequence[float], unit: Unit) -> bool:
+    """Whether the new values are far from the level before and from where it drifts to, where hardly any was, and likely."""
+    middle = median(before)
+    slope = theil_sen(before).value / middle
+    centre = (len(before) - 1) / 2
+    steps = [math.log(max(value / middle, _LEAST_RATIO)) for value in (*before, *new)]
+    rests = [step - slope * (index - centre) for index, step in enumerate(steps)]
+    line = median(rests[: len(before)])
+    old, now = ([rest - line for rest in side] for side in (rests[: len(before)], rests[len(before) :]))
+    from_median, from_line = median(steps[len(before) :]), median(now)
+    scatter = _NORMAL * median(map(abs, old))
+    if (
+        from_median * from_line <= 0
+        or abs(from_median) < _DEVIATIONS_FROM_MEDIAN * _NORMAL * median(map(abs, steps[: len(before)]))
+        or abs(from_line) < _DEVIATIONS * scatter
+    ):
         return False
-    drifts = abs(theil_sen(before).value) / middle * (len(before) + len(new)) / 2
-    return abs(step) >= _DEVIATIONS * scatter + drifts
+    scatter = max(scatter, _LEAST_SCATTER[unit])
+    like_it = abs(from_line) / 2
+    if unit == "seconds":  # of memory no run is late: what was there was a level
+        like_it = min(like_it, _LIKE_IT * scatter)
+    if sum(abs(rest - from_line) <= like_it for rest in old) > len(old) // _NEAR:
+        return False
+    return _log_likelihood_ratio(now, old, from_line, scatter) >= math.log(_TIMES_LIKELIER)
+
+
+def _log_likelihood_ratio(new: Sequence[float], old: Sequence[float], step: float, deviation: float) -> float:
+    """The logarithm of how much likelier the new values are as a level of their own than as more of the old one.
+
+    Σ log((φ(y - step) + w) / (mean φ(y - x) + w)) - log φ(0), for the new values y and the old ones x: φ is the normal density
+    with the old level's deviation, w the share of strays on that side of it (and half a one more), which may lie anywhere
+    within a factor of e. The last term is the price of not knowing where the new level lies: anywhere within such a factor, too.
+
+    Args:
+        new: Logarithms of ratios to where the old level drifts to.
+        old: The same.
+        step: Where the new level seems to be.
+        deviation: Of the old level.
+    """
+    far = _DEVIATIONS * deviation
+    above, below = ((sum(side * rest > far for rest in old) + 0.5) / (len(old) + 1) for side in (1, -1))
+    total = -math.log(_density(0.0, deviation))
+    for value in new:
+        stray = above if value > 0 else below
+        as_old = sum(_density(value - rest, deviation) for rest in old) / (len(old) + 1)
+        total += math.log((_density(value - step, deviation) + stray) / (as_old + stray))
+    return total
+
+
+def _density(distance: float, deviation: float) -> float:
+    return math.exp(-((distance / deviation) ** 2) / 2) / (deviation * math.sqrt(2 * math.pi))
 
 
 def _split(values: Sequence[float], start: int, end: int, width: int) -> int:
-    """The first index of the new level: of the splits around the find, that of the least absolute deviations."""
-    begin = max(start, end - width - MOST_BEFORE)
+    """The first index of the new level: of the splits around the find, that of the least absolute deviations.
+
+    None counts for more than half of the step. Otherwise a late run shortly before the change would draw the place to itself.
+    """
+    begin, at = max(start, end - width - MOST_BEFORE), end - width
+    most = abs(median(values[at:end]) - median(values[begin:at])) / 2
 
     def deviations(at: int) -> float:
         return sum(
-            abs(value - middle)
+            min(abs(value - middle), most)
             for side in (values[begin:at], values[at:end])
             for middle in (median(side),)
             for value in side
         )
 
-    at = end - width
     splits = range(max(begin + FEWEST_BEFORE, at - width + 1), min(at + width - 1, end - FEWEST_NEW) + 1)
     return min(splits, key=lambda split: (deviations(split), abs(split - at)))
 
@@ -359,7 +441,7 @@ def _split(values: Sequence[float], start: int, end: int, width: int) -> int:
 def _candidates(values: Sequence[float], unit: Unit) -> "NDArray[np.bool_]":
     """By the index of the last value, whether some window may hold a change beside a whole level of `MOST_BEFORE` values.
 
-    It asks all that `_has_changed` does but for the test, of many windows at once.
+    It asks what `_has_changed` does first, of many windows at once.
     """
     import numpy as np
 
@@ -378,7 +460,7 @@ def _candidates(values: Sequence[float], unit: Unit) -> "NDArray[np.bool_]":
                 found[rows + width - 1] |= (
                     (step != 0)
                     & ~(np.abs(step) < _LEAST_STEP[unit])
-                    & ~(np.abs(step) < (1 - 1e-9) * _DEVIATIONS * scatter)
+                    & ~(np.abs(step) < 0.99 * _DEVIATIONS_FROM_MEDIAN * scatter)
                 )
     return found
 
