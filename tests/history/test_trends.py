@@ -12,7 +12,8 @@ from sigmascope.analysis.trend import Series
 from sigmascope.errors import ConfigError, StoreError
 from sigmascope.history.store import Filters, Point, Store
 from sigmascope.history.trends import comparable_before, in_order_of_running, trends, with_causes
-from sigmascope.records.run import AcceleratorFacts, Run
+from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
+from sigmascope.records.run import RUNS_BEFORE, AcceleratorFacts, Run
 
 
 def on_day(
@@ -127,6 +128,55 @@ def test_a_busy_machine_is_not_blamed_on_the_runs(store: Store) -> None:
     [told] = only(store).changes
     assert told.unavailable is not None
     assert told.unavailable.startswith("the run waited for a processor for 60 % of its time")
+
+
+def resident(day: int, held: int, peak: int, *, before: int, torch: str = "2.13") -> Run:
+    """A run on a CPU whose process held so many MiB when it began, and at most, after so many runs."""
+    run = on_day(day, 10.0, torch=torch, device="cpu", facts={RUNS_BEFORE: before})
+    [stage] = run.stages
+    memory = MemoryImpact(MemorySnapshot(process_rss_bytes=held << 20), MemorySnapshot())
+    peaks = PeakMemory(rss_bytes=peak << 20)
+    assert run.host is not None
+    return replace(
+        run, host=replace(run.host, accelerators=()), stages=(replace(stage, memory=memory, peak=peaks),)
+    )
+
+
+def test_memory_that_the_system_took_back_is_not_the_runs_own(store: Store) -> None:
+    """As a process of 506 MB lost 42 MB of its libraries' pages between two runs on a machine short of memory."""
+    keep(store, [resident(day, 500, 506, before=day) for day in range(20)])
+    keep(store, [resident(20 + day, 458, 470, before=20 + day) for day in range(5)])
+    [told] = only(store, "peak").changes
+    assert told.unavailable is not None
+    assert told.unavailable.startswith("the process held 42.0 MB less when the runs began")
+    assert [one.unavailable for one in only(store, "process peak").changes] == [told.unavailable]
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        {"before": 0},  # a process of its own
+        {"before": 20, "torch": "2.14"},  # something that may be why
+        {"before": 20, "held": 500},  # the runs need less
+        {"before": 20, "peak": 540, "held": 540},
+    ],
+    ids=["new process", "new version", "held as much", "rose"],
+)
+def test_memory_that_changed_with_the_runs_is_told(store: Store, new: dict[str, Any]) -> None:
+    keep(store, [resident(day, 500, 506, before=day) for day in range(20)])
+    more = {"held": 458, "peak": 470, **new}
+    first = more.pop("before")
+    keep(store, [resident(20 + day, before=first + day, **more) for day in range(5)])
+    [told] = only(store, "peak").changes
+    assert told.unavailable is None
+
+
+def test_a_process_may_keep_one_per_cent_more_beside_a_device_too(store: Store) -> None:
+    """The peak of the process is told from 3 % on, whatever the runs' device is."""
+    for day in range(25):
+        run = resident(day, 500, 500 if day < 20 else 510, before=day)
+        keep(store, [replace(run, stages=(replace(run.stages[0], facts=on_day(day, 10.0).stages[0].facts),))])
+    assert only(store, "process peak").changes == ()
 
 
 def point(number: int, started: str, kept: str | None = None, source: str = "watch") -> Point:

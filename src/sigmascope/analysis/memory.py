@@ -20,7 +20,7 @@ from sigmascope.analysis.rules import RULES, Seen, rule
 from sigmascope.analysis.run_figures import MOST_READINGS, Number, Slope, theil_sen
 from sigmascope.records.memory import mib
 from sigmascope.records.performance import PROCESS, readable_curves
-from sigmascope.records.run import ComponentFacts, Finding, Run, Stage, names_in, stage_path
+from sigmascope.records.run import RUNS_BEFORE, ComponentFacts, Finding, Run, Stage, names_in, stage_path
 
 _MIB: Final = 2**20
 _FRAGMENTED_SHARE: Final = 0.25
@@ -30,6 +30,7 @@ _SHORT_OF_MEMORY_SHARE: Final = 0.8
 _NEAR_LIMIT_SHARE: Final = 0.95
 _KEPT_BYTES: Final = 256 * _MIB
 _KEPT_SHARE: Final = 0.5
+_MOST_OF_A_FALL: Final = 0.8
 _LOADS: Final = frozenset({"model_loading", "lora_application"})
 """Stages whose purpose is to leave more memory in use."""
 _TILES: Final = "tiles would make it less (pipe.vae.enable_tiling())"
@@ -509,6 +510,42 @@ class PeakOwner:
     component: str | None = None
     component_bytes: int | None = None
     grown_bytes: int | None = None
+
+
+def held_less_before(now: Sequence[Run], before: Sequence[Run]) -> str | None:
+    """Why a lower peak of the process says nothing of the runs; None: it may.
+
+    A system that is short of memory takes back what lies unused, such as pages of a library's code. A process then holds less
+    for good, whatever it runs. So where one process made the last run before and the first one now, and held less when a run
+    began by most of what the peak fell, the runs themselves need as much as they did.
+
+    Args:
+        now: Runs of the same work on the same recipe, in their order.
+        before: Those that ran before them.
+    """
+    if not (now and before) or not _follows_in_its_process(now[0], before[-1]):
+        return None
+    held, peaks = (
+        [[amount for amount in map(of, side) if amount is not None] for side in (before, now)]
+        for of in (_held_at_the_start, lambda run: run.peak().rss_bytes)
+    )
+    if not all((*held, *peaks)):
+        return None
+    fell, held_less = (median(earlier) - median(later) for earlier, later in (peaks, held))
+    if fell <= 0 or held_less < _MOST_OF_A_FALL * fell:
+        return None
+    return f"the process held {units.mib(round(held_less))} MB less when the runs began; the system takes back memory that lies unused"
+
+
+def _follows_in_its_process(run: Run, earlier: Run) -> bool:
+    """Whether the earlier run was the last one before this that its process watched."""
+    count, before = run.facts.get(RUNS_BEFORE), earlier.facts.get(RUNS_BEFORE)
+    return isinstance(count, int) and isinstance(before, int) and count == before + 1
+
+
+def _held_at_the_start(run: Run) -> int | None:
+    memory = run.stages[0].memory if run.stages else None
+    return None if memory is None else memory.baseline.process_rss_bytes
 
 
 def peak_owners(run: Run) -> tuple[PeakOwner, ...]:

@@ -24,6 +24,7 @@ _FEWEST_LEFT: Final = 5
 """Fewer on each side cannot give p < 0.01 by Mann and Whitney's test."""
 _SHARE_LEFT: Final = 0.8
 GENERATION: Final = "generation"
+PROCESS_PEAK: Final = "process peak"
 _PERCENTILES: Final = (50, 90, 99)
 _NOISY: Final = 0.05
 _DRIFT: Final = 0.05
@@ -183,7 +184,7 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[_Of]:
             yield _Of(step_name(stages[0]), "seconds", step, own_step, waited, is_estimate, is_by_others)
     peak = run.peak()
     if peak.rss_bytes is not None:
-        yield _Of("process peak", "bytes", float(peak.rss_bytes))
+        yield _Of(PROCESS_PEAK, "bytes", float(peak.rss_bytes))
     for device in peak.accelerators:
         if device.allocated_bytes is not None:
             yield _Of(f"{device.device} peak", "bytes", float(device.allocated_bytes))

@@ -11,9 +11,10 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from sigmascope.analysis.memory import held_less_before
 from sigmascope.analysis.recipe import recipe_differences
 from sigmascope.analysis.run_comparison import MAX_GROWTH, USUAL, Limits, compare_totals
-from sigmascope.analysis.run_figures import Unit, figures_of, timed_on_device
+from sigmascope.analysis.run_figures import PROCESS_PEAK, Unit, figures_of, timed_on_device
 from sigmascope.analysis.trend import MOST_BEFORE, Series, SeriesRun, ToldChange, is_value, trend_of
 from sigmascope.analysis.what_changed import causes_in_words
 from sigmascope.errors import ConfigError, StoreError
@@ -112,10 +113,10 @@ def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series:
         for point in ordered
         if point.value is not None and is_value(point.value)
     )
-    limits = _PROCESS if unit == "bytes" and _is_of_process(ordered[-1]) else USUAL
-    trend = trend_of([run.value for run in timed], unit, limits=limits)
     recipes = {point.kind[-1] for point in ordered}
     kind = dict(zip(COMPARABLE, ordered[-1].kind, strict=False))
+    limits = _PROCESS if unit == "bytes" and _is_of_process(figure, kind["device"]) else USUAL
+    trend = trend_of([run.value for run in timed], unit, limits=limits)
     if len(recipes) == 1:
         kind["recipe"] = ordered[-1].kind[-1]
     told = tuple(
@@ -124,10 +125,9 @@ def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series:
     return Series(figure, unit, kind, timed, trend, told, len(ordered) - len(timed), wrong, len(recipes))
 
 
-def _is_of_process(point: Point) -> bool:
-    """Whether its memory is that of the process, and not of a device."""
-    device = point.kind[COMPARABLE.index("device")]
-    return device is None or str(device).startswith("cpu")
+def _is_of_process(figure: str, device: str | None) -> bool:
+    """Whether a figure of memory is that of the process, and not of a device."""
+    return figure == PROCESS_PEAK or (figure == "peak" and (device is None or device.startswith("cpu")))
 
 
 def in_order_of_running(points: Iterable[Point]) -> tuple[list[Point], int]:
@@ -201,9 +201,18 @@ def _told(store: Store, series: Series, told: ToldChange) -> ToldChange:
     before, now = (list(_records(store, side)) for side in sides)
     if not (before and now):
         return replace(told, unavailable="the records of one side are gone or damaged")
-    total = compare_totals(now, before)
-    wall = None if series.unit == "bytes" else total.unavailable.get("wall")
-    return replace(told, causes=tuple(causes_in_words(recipe_differences(now, before))), unavailable=wall)
+    causes = tuple(causes_in_words(recipe_differences(now, before)))
+    return replace(told, causes=causes, unavailable=_not_comparable(series, now, before, causes))
+
+
+def _not_comparable(
+    series: Series, now: Sequence[Run], before: Sequence[Run], causes: Sequence[str]
+) -> str | None:
+    """Why the figure says nothing of the runs: others waited for, or memory that the process lost; None: it does."""
+    if series.unit == "seconds":
+        return compare_totals(now, before).unavailable.get("wall")
+    is_of_process = _is_of_process(series.figure, series.kind["device"])
+    return held_less_before(now, before) if is_of_process and not causes else None
 
 
 def _records(store: Store, runs: Iterable[SeriesRun]) -> Iterator[Run]:
