@@ -61,6 +61,15 @@ def test_a_change_is_shown_with_its_day_and_cause() -> None:
     assert all(len(line) <= 80 for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(1, "1 run: too few to tell, 5 more are needed."), (5, "5 runs: too few to tell, 1 more is needed.")],
+)
+def test_of_few_runs_it_says_how_many_are_missing(count: int, said: str) -> None:
+    kept(*(on_day(1 + day) for day in range(count)))
+    assert said in did("trend").output
+
+
 def test_json_has_every_run_and_change() -> None:
     kept_with_a_change()
     [series] = json.loads(did("trend", "latest", "--json").stdout)

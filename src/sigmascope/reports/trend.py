@@ -79,8 +79,8 @@ def state_in_words(series: Series) -> str:
     """A sentence on the whole series."""
     count = len(series.runs)
     if count < FEWEST_BEFORE + FEWEST_NEW:
-        more = FEWEST_BEFORE + FEWEST_NEW - count
-        return f"{counted(count, 'run')}: too few to tell, {more} more are needed."
+        more = counted(FEWEST_BEFORE + FEWEST_NEW - count, "more is needed", "more are needed")
+        return f"{counted(count, 'run')}: too few to tell, {more}."
     certain = [told for told in series.changes if told.unavailable is None]
     level = UNKNOWN if series.trend.level is None else amount(series.trend.level, series.unit)
     if not certain:
