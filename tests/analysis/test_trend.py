@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sigmascope.analysis import trend
-from sigmascope.analysis.run_comparison import is_noise
+from sigmascope.analysis.run_comparison import Limits, is_noise
 from sigmascope.analysis.trend import Change, changed_with_last, is_value, trend_of
 
 GIB = 2.0**30
@@ -167,6 +167,14 @@ def test_a_peak_that_jumps_between_two_levels_does_not_change() -> None:
     rng = random.Random(5)
     jumping = [(20 if rng.random() < 0.6 else 24) * GIB for _ in range(100)]
     assert places(jumping, "bytes") == []
+
+
+def test_of_few_runs_a_peak_must_change_by_no_less_than_of_many() -> None:
+    """As a process's did, whose allocator keeps 1 % more or less."""
+    for before in (5, 7, 30):
+        values = [500.9] * before + [489.4] * 5
+        assert trend_of(values, "bytes", limits=Limits(bytes=0.03)).changes == ()
+        assert places(values, "bytes") == [before]
 
 
 def test_peaks_that_jump_to_a_level_that_varies_do_not_change() -> None:

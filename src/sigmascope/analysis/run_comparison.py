@@ -171,12 +171,12 @@ def is_noise(
         new: At least one value, in the order in which they were measured.
         baseline: The same.
         unit: Of both.
-        limits: For enough values to test.
+        limits: For enough values to test; fewer must differ by no less.
         least_seconds: By so much fewer than five times must differ; 0 for steps, whose median no short delay moves.
     """
     now, before = median(new), median(baseline)
     fewest = min(len(new), len(baseline))
-    separate, few = _LEAST_CHANGES_OF_FEW[unit]
+    separate, few = (max(least, limits.of(unit)) for least in _LEAST_CHANGES_OF_FEW[unit])
     if before <= _MOST_COUNTED_AS_0:
         return now <= _MOST_COUNTED_AS_0
     change = abs(now / before - 1)
