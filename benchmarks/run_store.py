@@ -5,9 +5,10 @@ The host hands a run over on its own thread, which may take 5 ms of it; all else
 
 Beside it stand the stores of MLflow (files, and SQLite) and trackio, at 1,000 and 10,000 runs. They are given what is in
 our rows; 10,000 runs are 1,000 that were multiplied, and 200 more. We write the whole record besides, and wait until it is on the disk. `store_bench/peers.py` says how to install them, in an
-environment of their own; one that is missing has a row with the reason.
+environment of their own; one that is missing has a row with the reason. One that takes longer than `--peer_minutes` is stopped, and its row says
+what it had begun and for how long: a lower bound.
 
-    python benchmarks/run_store.py [--runs 100000] [--beside 1000 10000] [--peers PYTHON]
+    python benchmarks/run_store.py [--runs 100000] [--beside 1000 10000] [--peers PYTHON] [--only "MLflow, files"] [--peer_minutes 20]
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -124,7 +126,9 @@ def reads(store: Store) -> dict[str, Callable[[], Any]]:
     }
 
 
-def beside_peers(store: Store, python: str, some: list[Run], counts: list[int]) -> None:
+def beside_peers(
+    store: Store, python: str, some: list[Run], counts: list[int], names: list[str], most_seconds: float
+) -> None:
     """Print what this store and each of the others take, how many times as long as ours that is, and the same of the processor."""
     ours: dict[int, dict[str, Took]] = {}
     print(f"{'':16} {'runs':>6}  {'write':>30}  {'list 20':>30}  {'filter':>30}")
@@ -151,31 +155,49 @@ def beside_peers(store: Store, python: str, some: list[Run], counts: list[int]) 
     )
     columns = [row_of(run).columns() for run in some]
     known = json.dumps([{name: value for name, value in one.items() if value is not None} for one in columns])
-    for name in PEERS:
-        for count, took in times_of_peer(python, name, known, counts):
+    for name in names:
+        for count, took in times_of_peer(python, name, known, counts, most_seconds):
             print(row(name, count, took, ours[count]), flush=True)
 
 
 def times_of_peer(
-    python: str, name: str, known: str, counts: list[int]
+    python: str, name: str, known: str, counts: list[int], most_seconds: float
 ) -> Iterator[tuple[int, dict[str, Took]]]:
-    """At each count what it takes, as it becomes known; says why where it is not there or fails."""
+    """At each count what it takes, as it becomes known; says why where it is not there, fails or is stopped."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         command = [python, peers.__file__, name, folder, *map(str, counts)]
+        started = began = time.monotonic()
+        held, doing, is_late = 0, "starting", threading.Event()
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
         ) as peer:
             assert peer.stdin is not None
             assert peer.stdout is not None
+
+            def stop() -> None:
+                is_late.set()
+                peer.kill()
+
+            limit = threading.Timer(most_seconds, stop)
+            limit.start()
             peer.stdin.write(known)
             peer.stdin.close()
             for line in peer.stdout:
                 told = json.loads(line)
                 if "unavailable" in told:
                     print(f"{name:16} not measured: {told['unavailable']}")
+                elif "begins" in told:
+                    held, began = told["held"], began if told["begins"] == doing else time.monotonic()
+                    doing = told["begins"]
                 else:
                     yield told.pop("runs"), {what: Took(*seconds) for what, seconds in told.items()}
-        if peer.returncode != 0:
+            limit.cancel()
+        if is_late.is_set():
+            now = time.monotonic()
+            print(
+                f"{name:16} stopped after {now - started:.0f} s at {held:,} runs: {doing} took more than {now - began:.0f} s"
+            )
+        elif peer.returncode != 0:
             errors.seek(0)
             last = errors.read().strip().splitlines()[-1:] or ["it gave no reason"]
             print(f"{name:16} failed: {last[0]}")
@@ -206,6 +228,16 @@ def main() -> None:
     parser.add_argument(
         "--peers", default=sys.executable, metavar="PYTHON", help="that has MLflow and trackio (default this)"
     )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=list(PEERS),
+        default=list(PEERS),
+        help="these of the others (default all)",
+    )
+    parser.add_argument(
+        "--peer_minutes", type=float, default=20, help="after which one of them is stopped (default 20)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "runs.db")
@@ -216,7 +248,8 @@ def main() -> None:
         some = runs(1000)
         with open_store() as store:
             store.remove([run.number for run in store.runs()])
-            beside_peers(store, options.peers, some, sorted(options.beside) or [len(some)])
+            counts = sorted(options.beside) or [len(some)]
+            beside_peers(store, options.peers, some, counts, options.only, 60 * options.peer_minutes)
             copies = max(1, options.runs // store.count())
         multiplied(file, copies)
         with open_store() as store:

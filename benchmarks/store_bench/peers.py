@@ -8,7 +8,9 @@ It imports nothing of Sigmascope, so it may run in an environment of its own:
 Each run is written as the library's guide does it: with its facts as tags or configuration, two numbers as metrics, and its
 end. What is listed are the newest 20 with their facts, and what is filtered are 20 of one pipeline.
 
-    python benchmarks/store_peers.py PEER FOLDER COUNT... < facts.json     one line of JSON for each count
+    python benchmarks/store_bench/peers.py PEER FOLDER COUNT... < facts.json
+
+It prints a line of JSON for each count, and one for whatever begins.
 """
 
 import contextlib
@@ -181,7 +183,7 @@ def timed(work: Callable[[], Any]) -> Took:
 
 
 def repeated(work: Callable[[], Any]) -> Took:
-    """The median of a few calls."""
+    """The median of a few calls, of one where that takes long."""
     took = [timed(work)]
     while len(took) < REPEATS and sum(one.wall for one in took) < LONGEST_SECONDS:
         took.append(timed(work))
@@ -199,6 +201,7 @@ def measured(
     reads: dict[str, Callable[[], int]],
     counts: Sequence[int],
     told: Callable[[int, dict[str, Took]], None],
+    begins: Callable[[int, str], None] = lambda count, what: None,
 ) -> None:
     """Write as many runs as the first count says, then multiply them to each other count; write some there, and read.
 
@@ -208,21 +211,34 @@ def measured(
         reads: By name; each gives how many runs came.
         counts: In rising order.
         told: Is given each count, and by name what a write and the reads took.
+        begins: Is given how many runs there are, and what is begun.
     """
     written = held = 0
     for count in counts:
         if held:
+            begins(held, "copying them")
             multiply(max(1, count // held))
             held *= max(1, count // held)
+        begins(held, "write")
         new = max(count - held, LAST_WRITTEN)
-        writes = [timed(lambda number=number: write(number)) for number in range(written, written + new)]
-        written, held = written + new, held + new
+        writes = []
+        for number in range(written, written + new):
+            writes.append(timed(lambda number=number: write(number)))
+            held += 1
+            if held % 100 == 0:
+                begins(held, "write")
+        written += new
         took = {"write": median_of(writes[-LAST_WRITTEN:])}
         for name, read in reads.items():
-            took[name] = repeated(read)
-            if read() != 20:
-                raise ValueError(f"{name}: not 20 runs")
+            begins(held, name)
+            took[name] = repeated(lambda name=name, read=read: require_20(name, read()))
         told(count, took)
+
+
+def require_20(name: str, found: int) -> None:
+    """Refuse a reading that did not give what was asked for."""
+    if found != 20:
+        raise ValueError(f"{name}: {found} runs, not 20")
 
 
 def main() -> None:
@@ -233,6 +249,9 @@ def main() -> None:
 
     def told(count: int, took: dict[str, Took]) -> None:
         print(json.dumps({"runs": count, **took}), file=out, flush=True)
+
+    def begins(held: int, what: str) -> None:
+        print(json.dumps({"held": held, "begins": what}), file=out, flush=True)
 
     with contextlib.redirect_stdout(io.StringIO()):  # trackio talks
         try:
@@ -247,6 +266,7 @@ def main() -> None:
             reads,
             list(map(int, counts)),
             told,
+            begins,
         )
 
 
