@@ -7,12 +7,14 @@ Where the host has set OpenTelemetry up, its providers are used and its exporter
 own, as the variables `OTEL_…` say, which are not made global.
 """
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError
 from sigmascope.installation import install_extra
+from sigmascope.plain_text import in_one_line
 from sigmascope.records.run import CallFacts, Run, Stage
 from sigmascope.records.serialization import from_plain
 from sigmascope.reports.measurements import (
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from opentelemetry.trace import Span, SpanContext, Tracer
 
+_log = logging.getLogger(__name__)
 MOST_EVENTS: Final = 100
 """Steps of a stage that become events; the SDK's own limit is 128."""
 MOST_SPANS: Final = 200
@@ -50,6 +54,8 @@ _OPERATION: Final = "generate_content"
 _HTTP, _GRPC = "http/protobuf", "grpc"
 _EXPORTERS: Final = {_HTTP: "otlp_proto_http", _GRPC: "otlp_proto_grpc"}
 """Names under which the packages of exporters are known, by what `OTEL_EXPORTER_OTLP_PROTOCOL` may say."""
+_LONGEST_MESSAGE: Final = 200
+"""Letters of what a collector says."""
 _HARDWARE: Final = {"hw.gpu.utilization": "1", "hw.temperature": "Cel", "hw.power": "W"}
 
 
@@ -72,7 +78,7 @@ class OpenTelemetry:
 
     def _begin(self) -> None:
         self.labels = Labels()
-        self._dropped = {"spans": 0, "steps": 0, "metric_exports": 0}
+        self._dropped = {"spans": 0, "steps": 0, "metric_exports": 0, "data_points": 0}
         self._process_id = os.getpid()
 
     def add(self, run: Run, parent: "SpanContext | None" = None) -> None:
@@ -377,8 +383,8 @@ class _Open:
 
     Attributes:
         shutdowns: What ends our own.
-        dropped: Where spans that found the SDK's queue full or that the receiver did not take are counted, and exports of
-            metrics that failed.
+        dropped: Where spans that found the SDK's queue full or that the receiver did not take are counted, exports of
+            metrics that failed, and data points that the receiver rejected.
     """
 
     def __init__(self, observe_dropped: Any, dropped: dict[str, int]) -> None:
@@ -406,8 +412,9 @@ class _Open:
         from opentelemetry.sdk.trace import TracerProvider
 
         provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-        for make in exporters:
-            provider.add_span_processor(_bounded_processor(make(), self.dropped))
+        for kind in exporters:
+            answers = _Answers("TRACES")
+            provider.add_span_processor(_bounded_processor(answers.read_of(kind), answers, self.dropped))
         self.shutdowns.append(provider.shutdown)
         return provider.get_tracer(_SCOPE, __version__)
 
@@ -415,9 +422,11 @@ class _Open:
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-        readers = [
-            PeriodicExportingMetricReader(_counting_exporter(make(), self.dropped)) for make in exporters
-        ]
+        readers = []
+        for kind in exporters:
+            answers = _Answers("METRICS")
+            counting = _counting_exporter(answers.read_of(kind), answers, self.dropped)
+            readers.append(PeriodicExportingMetricReader(counting))
         provider = MeterProvider(readers, _resource(), shutdown_on_exit=False)
         self.shutdowns.append(provider.shutdown)
         return provider.get_meter(_SCOPE, __version__)
@@ -438,14 +447,14 @@ def _resource() -> Any:
     return said.merge(Resource({"service.instance.id": str(uuid.uuid4())}))
 
 
-def _exporters(signal: str) -> list[Any]:
-    """What makes the exporters that the environment names, for "TRACES" or "METRICS"; none for "none".
+def _exporters(signal: str) -> list[tuple[str, Any]]:
+    """The exporters that the environment names, for "TRACES" or "METRICS", and what makes each; none for "none".
 
     Raises:
         ConfigError: There is none of that name, or its package is not installed.
     """
     named = os.environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
-    makers = []
+    kinds = []
     for name in filter(None, map(str.strip, named.split(","))):
         if name == "none":
             continue
@@ -466,11 +475,94 @@ def _exporters(signal: str) -> list[Any]:
                 f"OpenTelemetry has no exporter {name!r} of {signal.lower()} here.",
                 hint=f"Install it with: {install_extra('otel')}",
             )
-        makers.append(found[0].load())
-    return makers
+        kinds.append((name, found[0].load()))
+    return kinds
 
 
-def _bounded_processor(exporter: Any, dropped: dict[str, int]) -> Any:
+class _Answers:
+    """What a collector rejected of requests that it took: its answers say so, and the SDK's exporters do not pass it on.
+
+    Args:
+        signal: "TRACES" or "METRICS".
+    """
+
+    def __init__(self, signal: str) -> None:
+        self._signal = signal
+        self._noun = "spans" if signal == "TRACES" else "data points"
+        self._rejected = 0
+        self._message = ""
+        self._has_said = False
+
+    def read_of(self, kind: tuple[str, Any]) -> Any:
+        """An exporter whose answers are read, by the session that HTTP's takes, or around the call of gRPC's stub."""
+        name, make = kind
+        if name == _EXPORTERS[_HTTP] and not self._has_session():
+            with suppress(ImportError, TypeError):  # of a version that takes none
+                import requests
+
+                session = requests.Session()
+                session.hooks["response"].append(self._hear_http)
+                return make(session=session)
+        exporter = make()
+        stub = getattr(exporter, "_stub", None)
+        if name == _EXPORTERS[_GRPC] and stub is not None:
+            exporter._stub = partial(self._heard, stub)  # with which it connects anew
+            exporter._client = exporter._stub(exporter._channel)
+        return exporter
+
+    def rejected(self, most: int) -> int:
+        """How many of those that were just sent were rejected; says so the first time."""
+        count, message = max(0, min(self._rejected, most)), self._message
+        self._rejected, self._message = 0, ""
+        if (count or message) and not self._has_said:
+            self._has_said = True
+            words = f": {message}" if message else ""
+            told = f"rejected {count} of {most}" if count else f"took all {most}"
+            hint = "; what it rejects from now on is counted in sigmascope.dropped" if count else ""
+            with suppress(Exception):  # a handler of the host's
+                _log.warning("The collector %s %s%s%s.", told, self._noun, words.rstrip("."), hint)
+        return count
+
+    def _has_session(self) -> bool:
+        """Whether the environment names what gives the exporter its session."""
+        own = f"OTEL_PYTHON_EXPORTER_OTLP_HTTP_{self._signal}_CREDENTIAL_PROVIDER"
+        return bool(
+            os.environ.get(own) or os.environ.get("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER")
+        )
+
+    def _hear_http(self, response: Any, *_: Any, **__: Any) -> None:
+        if self._signal == "TRACES":
+            from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+                ExportTraceServiceResponse as Answer,
+            )
+        else:
+            from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+                ExportMetricsServiceResponse as Answer,
+            )
+        with suppress(Exception):  # another one's words: a page of a proxy, or nothing
+            if response.status_code == 200:
+                self._hear(Answer.FromString(response.content))
+
+    def _heard(self, stub: Any, channel: Any) -> Any:
+        client = stub(channel)
+        export = client.Export
+
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            answer = export(*args, **kwargs)
+            with suppress(Exception):
+                self._hear(answer)
+            return answer
+
+        client.Export = heard
+        return client
+
+    def _hear(self, answer: Any) -> None:
+        told = answer.partial_success
+        self._rejected += told.rejected_spans if self._signal == "TRACES" else told.rejected_data_points
+        self._message = in_one_line(told.error_message)[:_LONGEST_MESSAGE]
+
+
+def _bounded_processor(exporter: Any, answers: _Answers, dropped: dict[str, int]) -> Any:
     """The SDK's batches, with spans that find its queue full, or that the receiver does not take, counted."""
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -489,8 +581,10 @@ def _bounded_processor(exporter: Any, dropped: dict[str, int]) -> Any:
             try:
                 result = exporter.export(spans)
             finally:
-                if result is not SpanExportResult.SUCCESS:
-                    dropped["spans"] += len(spans)
+                rejected = answers.rejected(len(spans))
+                lost = rejected if result is SpanExportResult.SUCCESS else len(spans)
+                with lock:
+                    dropped["spans"] += lost
             return result
 
         def shutdown(self) -> None:
@@ -531,8 +625,8 @@ def _queue_size() -> int:
         return 2048
 
 
-def _counting_exporter(exporter: Any, dropped: dict[str, int]) -> Any:
-    """An exporter of metrics whose failures are counted."""
+def _counting_exporter(exporter: Any, answers: _Answers, dropped: dict[str, int]) -> Any:
+    """An exporter of metrics whose failures are counted, and the data points that were rejected."""
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 
     class Counting(MetricExporter):
@@ -548,6 +642,7 @@ def _counting_exporter(exporter: Any, dropped: dict[str, int]) -> Any:
             finally:
                 if result is not MetricExportResult.SUCCESS:
                     dropped["metric_exports"] += 1
+                dropped["data_points"] += answers.rejected(_points_in(metrics_data))
             return result
 
         def force_flush(self, timeout_millis: float = 10_000) -> bool:
@@ -557,3 +652,14 @@ def _counting_exporter(exporter: Any, dropped: dict[str, int]) -> Any:
             exporter.shutdown(timeout_millis, **kwargs)
 
     return Counting()
+
+
+def _points_in(data: Any) -> int:
+    """How many data points are sent."""
+    metrics = (
+        metric
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    )
+    return sum(len(metric.data.data_points) for metric in metrics)

@@ -59,11 +59,39 @@ class Received:
         return [(attributes(point), point) for point in data.data_points]
 
 
+def traces_answer(rejects: int, says: str) -> Any:
+    """Of a collector that took all but so many spans; empty, as it should be, of one that took all."""
+    told = {"rejected_spans": rejects, "error_message": says}
+    Answer = trace_service.ExportTraceServiceResponse
+    return (
+        Answer(partial_success=trace_service.ExportTracePartialSuccess(**told))
+        if rejects or says
+        else Answer()
+    )
+
+
+def metrics_answer(rejects: int, says: str) -> Any:
+    """Of a collector that took all but so many data points."""
+    told = {"rejected_data_points": rejects, "error_message": says}
+    Answer = metrics_service.ExportMetricsServiceResponse
+    partial = metrics_service.ExportMetricsPartialSuccess
+    return Answer(partial_success=partial(**told)) if rejects or says else Answer()
+
+
 @contextmanager
 def http_receiver(
-    status: int = 200, delay: float = 0.0, *, closes: bool = False
+    status: int = 200,
+    delay: float = 0.0,
+    *,
+    closes: bool = False,
+    rejects: int = 0,
+    says: str = "",
+    answer: bytes | None = None,
 ) -> Iterator[tuple[str, Received]]:
-    """A receiver that answers so, after a while, or closes the connection without an answer."""
+    """A receiver that answers so, after a while, or closes the connection without an answer.
+
+    It takes requests, but for so many spans or data points of each; or answers with another body.
+    """
     received, gone = Received(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -79,10 +107,13 @@ def http_receiver(
                 received.take_traces(trace_service.ExportTraceServiceRequest.FromString(body))
             elif status == 200:
                 received.take_metrics(metrics_service.ExportMetricsServiceRequest.FromString(body))
+            message = (traces_answer if self.path == "/v1/traces" else metrics_answer)(rejects, says)
+            sent = message.SerializeToString() if answer is None else answer
             try:
                 self.send_response(status)
-                self.send_header("content-length", "0")
+                self.send_header("content-length", str(len(sent)))
                 self.end_headers()
+                self.wfile.write(sent)
             except OSError:
                 pass
 
@@ -108,7 +139,9 @@ def http_receiver(
 
 
 @contextmanager
-def grpc_receiver(delay: float = 0.0, code: grpc.StatusCode | None = None) -> Iterator[tuple[str, Received]]:
+def grpc_receiver(
+    delay: float = 0.0, code: grpc.StatusCode | None = None, *, rejects: int = 0, says: str = ""
+) -> Iterator[tuple[str, Received]]:
     received, gone = Received(), threading.Event()
 
     def answer(request: Any, context: Any, take: Callable[[Any], None], response: Any) -> Any:
@@ -120,13 +153,11 @@ def grpc_receiver(delay: float = 0.0, code: grpc.StatusCode | None = None) -> It
 
     class Traces(trace_grpc.TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:
-            return answer(request, context, received.take_traces, trace_service.ExportTraceServiceResponse())
+            return answer(request, context, received.take_traces, traces_answer(rejects, says))
 
     class Metrics(metrics_grpc.MetricsServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:
-            return answer(
-                request, context, received.take_metrics, metrics_service.ExportMetricsServiceResponse()
-            )
+            return answer(request, context, received.take_metrics, metrics_answer(rejects, says))
 
     server = grpc.server(ThreadPoolExecutor(4))
     trace_grpc.add_TraceServiceServicer_to_server(Traces(), server)  # type: ignore[no-untyped-call]

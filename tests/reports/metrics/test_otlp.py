@@ -312,6 +312,68 @@ def test_a_receiver_that_answers_with_an_error_or_closes_costs_spans_that_are_co
     assert telemetry.dropped()["spans"] == 3
 
 
+@pytest.mark.parametrize(
+    ("receiver", "protocol"), [(http_receiver, "http/protobuf"), (grpc_receiver, "grpc")]
+)
+def test_what_a_collector_rejects_of_a_request_that_it_takes_is_counted_and_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    receiver: Callable[..., Any],
+    protocol: str,
+) -> None:
+    caplog.set_level(logging.WARNING, "sigmascope")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "3")
+    with receiver(rejects=2, says="an attribute\nis too long.") as (endpoint, _):
+        telemetry = sent(monkeypatch, endpoint, protocol, generation(), generation())
+    dropped = telemetry.dropped()
+    assert (dropped["spans"], dropped["data_points"], dropped["metric_exports"]) == (4, 2, 0)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("sigmascope")]
+    hint = "; what it rejects from now on is counted in sigmascope.dropped."
+    assert said[0] == f"The collector rejected 2 of 3 spans: an attribute is too long{hint}"
+    assert [line[:29] for line in said] == ["The collector rejected 2 of 3", "The collector rejected 2 of 1"]
+
+
+@pytest.mark.parametrize(
+    ("receiver", "protocol"), [(http_receiver, "http/protobuf"), (grpc_receiver, "grpc")]
+)
+def test_a_warning_of_a_collector_that_took_all_is_said_and_counts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    receiver: Callable[..., Any],
+    protocol: str,
+) -> None:
+    caplog.set_level(logging.WARNING, "sigmascope")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    with receiver(says="use a newer version") as (endpoint, _):
+        telemetry = sent(monkeypatch, endpoint, protocol, generation())
+    assert telemetry.dropped()["spans"] == 0
+    assert "The collector took all 3 spans: use a newer version." in caplog.messages
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>welcome</html>", b"\x0a\xff", b"\x00" * 1000, b'{"partialSuccess":{}}']
+)
+def test_an_answer_that_is_none_of_a_collector_rejects_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, body: bytes
+) -> None:
+    caplog.set_level(logging.WARNING, "sigmascope")
+    with http_receiver(answer=body) as (endpoint, got):
+        telemetry = sent(monkeypatch, endpoint, "http/protobuf", generation())
+    assert (telemetry.dropped()["spans"], telemetry.dropped()["data_points"]) == (0, 0)
+    assert len(got.spans) == 3
+    assert not [record for record in caplog.records if record.name.startswith("sigmascope")]
+
+
+@pytest.mark.parametrize(("rejects", "counted"), [(1000, 3), (-5, 0)])
+def test_a_collector_cannot_reject_more_than_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch, rejects: int, counted: int
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    with http_receiver(rejects=rejects) as (endpoint, _):
+        telemetry = sent(monkeypatch, endpoint, "http/protobuf", generation())
+    assert telemetry.dropped()["spans"] == counted
+
+
 def test_figures_arrive_though_the_receiver_of_spans_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with http_receiver(delay=30.0) as (hanging, _), http_receiver() as (endpoint, got):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{hanging}/v1/traces")
