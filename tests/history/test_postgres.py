@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.history.kept_runs import kept_run
 from tests.history.postgres import PROGRAMS, postgres_server
-from tests.history.test_many_writers import PROCESSES_KILLED, require_confirmed
+from tests.history.test_many_writers import require_confirmed
 
 from sigmascope.errors import ConfigError, OtherRunError, StoreError
 from sigmascope.history.exchange import take_in, write_runs
@@ -134,7 +134,7 @@ def test_many_processes_make_the_tables_and_lose_nothing(url: str) -> None:
 def test_what_was_confirmed_before_a_kill_is_there(url: str) -> None:
     with open_store():
         pass
-    require_confirmed(PROCESSES_KILLED // 4, None)
+    require_confirmed(None, at_once=8)
 
 
 def test_runs_go_to_a_file_of_sqlite_and_back(store: Store, tmp_path: Path) -> None:
