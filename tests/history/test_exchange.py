@@ -8,6 +8,7 @@ from tests.records.serialization.test_round_trip import Recipe, made, runs, text
 
 from sigmascope.errors import RecordError, StoreError
 from sigmascope.history.exchange import Exchanged, from_line, line_of, take_in, write_runs
+from sigmascope.history.location import SQLITE
 from sigmascope.history.store import Store, open_store
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import load_run
@@ -80,6 +81,16 @@ def test_a_new_id_lets_a_run_stand_beside_its_namesake(store: Store, tmp_path: P
     done = take_in(store, [tmp_path / "run.json"], new_ids=True)
     assert len(done.added) == 1
     assert {run.row.seconds for run in store.runs()} == {10.0, 2.0}
+
+
+def test_a_store_that_is_taken_for_a_file_of_runs_is_told_how_to_export(store: Store, tmp_path: Path) -> None:
+    with open_store(f"{SQLITE}{tmp_path / 'other.db'}") as other:
+        other.add(kept_run(), "watch")
+    done = take_in(store, [tmp_path / "other.db"])
+    [reason] = done.refused.values()
+    assert "is a store, not a file of runs" in reason
+    assert f"SIGMASCOPE_STORE={tmp_path}/other.db sigmascope runs export runs.jsonl" in reason
+    assert store.count() == 0
 
 
 def test_a_file_that_is_not_there_is_refused(store: Store, tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def test_a_pool_that_ends_its_workers_by_a_signal_loses_no_run(how: str, file: P
         ("sqlite:///~/y.db", "sqlite:////home/me/y.db", "/home/me/y.unkept"),
         ("y.db", "sqlite:////here/y.db", "/here/y.unkept"),
         ("sqlite:///y.db", "sqlite:////here/y.db", "/here/y.unkept"),
-        (" /x/a b%20.db ", "sqlite:////x/a b%20.db", "/x/a b%20.unkept"),
+        (" /x/a b%20.db ", "sqlite:////x/a b%2520.db", "/x/a b%20.unkept"),
         (":memory:", "sqlite:///:memory:", None),
         ("/dev/null", "sqlite:////dev/null", None),
     ],

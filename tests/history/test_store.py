@@ -7,6 +7,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from tests.history.kept_runs import kept_run
 
 from sigmascope.errors import ConfigError, OtherRunError, StoreError
 from sigmascope.history import store as store_module
+from sigmascope.history.location import STORE, file_of, store_url
 from sigmascope.history.store import Filters, Store, is_on_network, open_store
 from sigmascope.history.tables import METADATA
 from sigmascope.records.failures import OK
@@ -377,12 +379,42 @@ def test_many_threads_may_make_it_at_once(file: Path) -> None:
         "sqlite://",
         "sqlite:///:memory:",
         "sqlite:////x.db?mode=ro",
+        "sqlite:////x.db?ro",
         "sqlite:///file:/x.db?uri=true",  # whose file everybody could read
     ],
 )
 def test_a_url_that_makes_no_sense_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="SIGMASCOPE_STORE"), open_store(url):
         pass
+
+
+@pytest.mark.parametrize("folder", ["what?", "100%", "a%20b", "a b#c&d=e", "%3F", "ü:é", "C:"])
+@pytest.mark.parametrize("named_by", ["a path", "a URL", "the data folder"])
+def test_a_store_lies_at_its_own_path_whatever_is_in_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, named_by: str
+) -> None:
+    file = tmp_path / folder / "runs.db"
+    url = f"sqlite:///{tmp_path}/{quote(folder)}/runs.db"
+    monkeypatch.setattr("sigmascope.history.location.data_folder", lambda: file.parent)
+    monkeypatch.setenv(STORE, {"a path": str(file), "a URL": url, "the data folder": ""}[named_by])
+    with open_store() as store:
+        store.add(kept_run(), "watch")
+        assert store.name == str(file)
+    assert file_of(store_url()) == file
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with closing(sqlite3.connect(file)) as reader:
+        assert reader.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+    assert [path.name for path in tmp_path.iterdir()] == [folder]
+    assert [path for path in file.parent.iterdir() if not path.name.startswith("runs.db")] == []
+
+
+def test_a_path_from_a_folder_with_a_percent_sign_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "50%41").mkdir()
+    monkeypatch.chdir(tmp_path / "50%41")
+    assert file_of(store_url({STORE: "runs.db"})) == tmp_path / "50%41/runs.db"
+    assert file_of(store_url({STORE: "sqlite:///runs%20x.db"})) == tmp_path / "50%41/runs x.db"
 
 
 def test_a_password_is_not_told() -> None:

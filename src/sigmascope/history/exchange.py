@@ -5,12 +5,14 @@ A line is what `Run.save` writes, with one key more; so each line alone can be s
 
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from sigmascope.errors import ConfigError, OtherRunError, RecordError
 from sigmascope.files import atomic_path, reading_hint, reason_of
+from sigmascope.history.location import STORE
 from sigmascope.history.references import checked_tag
 from sigmascope.history.store import KeptRun, Store
 from sigmascope.records.run import Run
@@ -20,6 +22,8 @@ KEPT: Final = "kept"
 """The key of a line under which `source`, `tags` and `notes` stand."""
 LINES: Final = ".jsonl"
 _SOURCE: Final = "import"
+_OF_SQLITE: Final = b"SQLite format 3\0"
+"""How its files begin."""
 
 
 class Exchanged(NamedTuple):
@@ -125,8 +129,9 @@ def runs_in(file: Path) -> Iterator[Exchanged]:
     """The runs of a file.
 
     Raises:
-        RecordError: It cannot be read, or is damaged; runs before that place have been given.
+        RecordError: It cannot be read, is damaged, or is a store; runs before that place have been given.
     """
+    _refuse_store(file)
     if file.suffix != LINES:
         yield Exchanged(load_run(file), _SOURCE)
         return
@@ -138,6 +143,21 @@ def runs_in(file: Path) -> Iterator[Exchanged]:
     except (OSError, UnicodeDecodeError) as error:
         reason = reason_of(error)
         raise RecordError(file, f"cannot be read ({reason}).", hint=reading_hint(error)) from error
+
+
+def _refuse_store(file: Path) -> None:
+    """Refuse the store of another machine, which is a file, too.
+
+    Raises:
+        RecordError: It is one.
+    """
+    with suppress(OSError), file.open("rb") as opened:  # reading it tells
+        if opened.read(len(_OF_SQLITE)) == _OF_SQLITE:
+            raise RecordError(
+                file,
+                "is a store, not a file of runs.",
+                hint=f"Export its runs first: {STORE}={file} sigmascope runs export runs.jsonl",
+            )
 
 
 def _files(path: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 import platformdirs
 
@@ -27,10 +28,23 @@ def store_url(environment: Mapping[str, str] = os.environ) -> str:
     """The URL of the store, as SQLAlchemy has it. The path of an SQLite file is whole in it, whatever folder comes next."""
     named = environment.get(STORE, "").strip()
     if not named:
-        return f"{SQLITE}{data_folder() / _FILE}"
-    scheme, separator, path = named.partition(":///") if "://" in named else ("sqlite", ":///", named)
-    is_file = separator and scheme.partition("+")[0] == "sqlite" and path not in ("", IN_MEMORY)
-    return f"{scheme}{separator}{_whole(path)}" if is_file else f"{scheme}{separator}{path}"
+        return url_of_file(data_folder() / _FILE)
+    if "://" not in named:
+        return f"{SQLITE}{IN_MEMORY}" if named == IN_MEMORY else url_of_file(_whole(named))
+    file = file_of(named)
+    scheme, separator, path = named.partition(":///")
+    is_plain = file is not None and "?" not in path
+    return f"{scheme}{separator}{_quoted(_whole(str(file)))}" if is_plain else named
+
+
+def url_of_file(file: str | Path) -> str:
+    """The URL of an SQLite file, whatever is in its name."""
+    return f"{SQLITE}{_quoted(str(file))}"
+
+
+def _quoted(path: str) -> str:
+    """A path in a URL, in which ? would begin a query and % a code. `file_of` has it back."""
+    return path.replace("%", "%25").replace("?", "%3F")
 
 
 def _whole(path: str) -> str:
@@ -50,7 +64,8 @@ def file_of(url: str) -> Path | None:
     """The file of an SQLite store; None: it is no file."""
     scheme, _, rest = url.partition(":///")
     path = rest.partition("?")[0]
-    return Path(path) if scheme.partition("+")[0] == "sqlite" and path not in ("", IN_MEMORY) else None
+    is_file = scheme.partition("+")[0] == "sqlite" and path not in ("", IN_MEMORY)
+    return Path(unquote(path)) if is_file else None
 
 
 def unkept_folder(url: str) -> Path:

@@ -49,7 +49,7 @@ from sqlalchemy.exc import (
 
 from sigmascope.errors import ConfigError, NoSuchRunError, OtherRunError, SigmascopeError, StoreError
 from sigmascope.files import reason_of
-from sigmascope.history.location import IN_MEMORY, KEEP, STORE, file_of, store_url
+from sigmascope.history.location import KEEP, STORE, file_of, store_url
 from sigmascope.history.row import Row, moment_in_utc, row_of
 from sigmascope.history.tables import LORAS, NOTES, RECORDS, REVISION, RUNS, TAGS
 from sigmascope.installation import install_extra
@@ -703,10 +703,12 @@ def _checked(url: str) -> URL:
     if (backend, checked.drivername.partition("+")[2]) not in _BACKENDS:
         raise _no_store(f"{checked.drivername} is neither SQLite nor PostgreSQL by psycopg")
     if backend == "sqlite":
-        if checked.query:
-            raise _no_store("an SQLite file is a path alone, with no ? in it")
-        if checked.database in (None, "", IN_MEMORY):
+        if "?" in url:
+            raise _no_store("the URL of an SQLite file ends with its path; a ? of the path is %3F there")
+        file = file_of(url)
+        if file is None:
             raise _no_store("what is in memory is gone with the process")
+        checked = checked.set(database=str(file))  # SQLAlchemy before 2.1 decodes nothing
     return checked
 
 
