@@ -61,21 +61,18 @@ class Received:
 
 def traces_answer(rejects: int, says: str) -> Any:
     """Of a collector that took all but so many spans; empty, as it should be, of one that took all."""
-    told = {"rejected_spans": rejects, "error_message": says}
-    Answer = trace_service.ExportTraceServiceResponse
-    return (
-        Answer(partial_success=trace_service.ExportTracePartialSuccess(**told))
-        if rejects or says
-        else Answer()
-    )
+    answer = trace_service.ExportTraceServiceResponse()
+    if rejects or says:
+        answer.partial_success.rejected_spans, answer.partial_success.error_message = rejects, says
+    return answer
 
 
 def metrics_answer(rejects: int, says: str) -> Any:
     """Of a collector that took all but so many data points."""
-    told = {"rejected_data_points": rejects, "error_message": says}
-    Answer = metrics_service.ExportMetricsServiceResponse
-    partial = metrics_service.ExportMetricsPartialSuccess
-    return Answer(partial_success=partial(**told)) if rejects or says else Answer()
+    answer = metrics_service.ExportMetricsServiceResponse()
+    if rejects or says:
+        answer.partial_success.rejected_data_points, answer.partial_success.error_message = rejects, says
+    return answer
 
 
 @contextmanager
