@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 from tests.analysis.run_sets import noisy_runs, queued
+from tests.history.kept_runs import kept_run
 from typer.testing import CliRunner
 
 from sigmascope.cli.compare import repeated
 from sigmascope.cli.root import app
 from sigmascope.errors import RecordError
 from sigmascope.records.run import HostFacts
+from sigmascope.records.serialization import save_run
 
 
 def saved(folder: Path, *, factor: float = 1.0, seed: int = 0, count: int = 8) -> list[str]:
@@ -85,6 +87,25 @@ def test_an_empty_folder_is_named(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["check", str(tmp_path), "--baseline", str(tmp_path)])
     assert isinstance(done.exception, RecordError)
     assert "holds no saved run" in done.exception.message
+
+
+def test_runs_that_failed_pass_no_gate(tmp_path: Path) -> None:
+    for name, error in (("old", None), ("new", "ValueError: NaN")):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            save_run(kept_run(error=error), tmp_path / name / f"{number}.json")
+    new, old = str(tmp_path / "new"), str(tmp_path / "old")
+    done = CliRunner().invoke(app, ["check", new, "--baseline", old])
+    assert done.exit_code == 1
+    assert "3 of 3 generations failed (before: 0 of 3)" in done.output
+    assert "More of these runs failed than before." in done.output
+    assert (
+        json.loads(CliRunner().invoke(app, ["check", new, "--baseline", old, "--json"]).output)["fails_more"]
+        is True
+    )
+    assert CliRunner().invoke(app, ["check", old, "--baseline", new]).exit_code == 0
+    markdown = CliRunner().invoke(app, ["check", new, "--baseline", old, "--markdown"]).output
+    assert "**0 figures regressed, and more runs failed than before.**" in markdown
 
 
 @pytest.mark.parametrize(

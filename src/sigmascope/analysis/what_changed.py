@@ -39,6 +39,7 @@ from sigmascope.analysis.run_comparison import (
     compare_totals,
 )
 from sigmascope.analysis.run_figures import BUSY, GENERATION, MUCH_WAITED, total_of
+from sigmascope.records.failures import OK, outcome_of
 from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, is_duration, names_in
 
 _PREDICTION_TOLERANCE: Final = 0.2
@@ -106,12 +107,14 @@ class WhatChanged:
         rows: Parts of the time, as (label, seconds before, seconds now), the largest change first.
         output: The first stage and tensor whose values differ, as "denoising: latent". None if none does, or if they
             differ among the runs of one side.
+        fails_more: Whether a larger share of the new runs failed or broke off.
     """
 
     headline: str
     recipe: Differences
     rows: tuple[tuple[str, float, float], ...]
     output: str | None
+    fails_more: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -129,12 +132,13 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     Runs that broke off are left out of times and outputs: the work that they did not do would count as time saved.
     """
     recipe = recipe_differences(new, baseline)
-    broken_off = _broken_off(new, baseline)
+    broken_off, fails_more = _broken_off(new, baseline), _fails_more(new, baseline)
     new, baseline = ([run for run in side if run.complete] for side in (new, baseline))
     if not (new and baseline):
         differs = ", ".join(_in_words(name, sides) for name, sides in list(recipe.items())[:3])
         more = f" The recipe differs: {differs}." if differs else ""
-        return WhatChanged(f"{broken_off} Times and outputs are not compared.{more}", recipe, (), None)
+        text = f"{broken_off} Times and outputs are not compared.{more}"
+        return WhatChanged(text, recipe, (), None, fails_more)
     rows = _rows(new, baseline)
     output = first_difference(new, baseline)
     is_seeded = NOT_SET not in recipe_of_runs([*new, *baseline]).get("seed", NOT_SET)
@@ -179,7 +183,17 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         recipe,
         tuple((row.label, before, row.seconds) for row, before in rows),
         output,
+        fails_more,
     )
+
+
+def _fails_more(new: Sequence[Run], baseline: Sequence[Run]) -> bool:
+    """Whether a larger share of the new runs is not whole, or has a generation that failed."""
+    now, before = (
+        sum(outcome_of(run.stages, complete=run.complete) != OK for run in side) / len(side)
+        for side in (new, baseline)
+    )
+    return now > before
 
 
 def _broken_off(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:

@@ -342,7 +342,7 @@ def check(
     """Check runs against a baseline: times of stages and steps, and memory peaks.
 
     A figure has regressed if it is higher beyond chance (Mann-Whitney) and by
-    more than is allowed. Five runs on each side can show it; to show 5 %, let ten
+    more than is allowed, and so has a work of which more runs fail than before. Five runs on each side can show it; to show 5 %, let ten
     a side take turns, with --max_slowdown 3%. Beside the ten kept runs or more of
     --against-history three are enough, and one that is a fifth slower than all of them. The exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
     benchmark are checked case by case.
@@ -375,7 +375,7 @@ def check(
         put(checks_as_markdown({work: (done.check, done.changed) for work, done in checks.items()}, missing))
     else:
         _print_checks(Console(), checks, missing)
-    if any(work_check.check.regressed for work_check in checks.values()):
+    if any(done.check.regressed or done.changed.fails_more for done in checks.values()):
         raise typer.Exit(REGRESSED)
 
 
@@ -442,6 +442,7 @@ def _checks_as_dict(checks: "dict[str, _WorkCheck]", missing: dict[str, str]) ->
         work: {
             **work_check.check.as_dict(),
             "headline": work_check.changed.headline,
+            "fails_more": work_check.changed.fails_more,
             "set_up_differences": work_check.changed.recipe,
         }
         for work, work_check in checks.items()
@@ -466,6 +467,8 @@ def _print_checks(console: Console, checks: "dict[str, _WorkCheck]", missing: di
             )
             console.print(Text("The recipe differs: ", style="yellow").append_text(plain("; ".join(changes))))
         _print_check(console, work_check.check)
+        if work_check.changed.fails_more:
+            console.print(Text("More of these runs failed than before.", style="bold red"))
     for work, reason in missing.items():
         console.print(Text.assemble(plain(work or "other runs"), f": {reason}", style="yellow"))
 
