@@ -5,7 +5,7 @@ what narrows a list down.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, time, timedelta
 from typing import TYPE_CHECKING, Final
@@ -107,8 +107,12 @@ def checked_tag(tag: str) -> str:
     return name
 
 
-def filters_of(texts: Mapping[str, str | None]) -> "Filters":
+def filters_of(texts: Mapping[str, str | None], named: Callable[[str], str] = "--{}".format) -> "Filters":
     """Filters as people write them, by the names of `Filters`' fields; None: any.
+
+    Args:
+        texts: What was written.
+        named: What a field is called where it was written, for a message.
 
     Raises:
         ConfigError: One of them is no outcome, tag or moment, or no moment is left between two of them.
@@ -118,16 +122,18 @@ def filters_of(texts: Mapping[str, str | None]) -> "Filters":
 
     given = {name: text for name, text in texts.items() if text is not None}
     if "outcome" in given and given["outcome"] not in OUTCOMES:
-        raise ConfigError(f"--outcome is {given['outcome']!r}.", hint=f"Give one of {', '.join(OUTCOMES)}.")
+        raise ConfigError(
+            f"{named('outcome')} is {given['outcome']!r}.", hint=f"Give one of {', '.join(OUTCOMES)}."
+        )
     if "tag" in given:
         given["tag"] = checked_tag(given["tag"])
     for name in ("since", "until"):
         if name in given:
-            given[name] = moment_of(given[name], f"--{name}")
+            given[name] = moment_of(given[name], named(name))
     if "since" in given and "until" in given and given["since"] >= given["until"]:
         raise ConfigError(
-            f"--since {texts['since']} is not before --until {texts['until']}, so no run can be meant.",
-            hint="--until is the first moment that is too late: for a whole day, give the next one.",
+            f"{named('since')} {texts['since']} is not before {named('until')} {texts['until']}, so no run can be meant.",
+            hint=f"{named('until')} is the first moment that is too late: for a whole day, give the next one.",
         )
     return Filters(**given)
 

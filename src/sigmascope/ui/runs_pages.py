@@ -80,7 +80,7 @@ class RunsPages:
             "address": urlencode(given),
             "first": PAGE * (page - 1) + 1,
         }
-        filters = filters_of(given)
+        filters = filters_of(given, str.capitalize)
         if file is not None and not file.exists():
             return shown | {
                 "runs": [],

@@ -34,6 +34,7 @@ pytestmark = [
 PAGES = (
     "runs",
     "runs/1",
+    "runs/2",
     "compare?run=1&run=2",
     "trend",
     "live",

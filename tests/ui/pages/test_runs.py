@@ -59,14 +59,22 @@ def test_what_was_asked_for_stays_in_the_form(browser: TestClient, three: list[i
     assert "<option selected>ok</option>" in page
 
 
-@pytest.mark.parametrize(("query", "words"), [("outcome=fine", "--outcome"), ("since=soon", "--since")])
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("outcome=fine", "Outcome is"),
+        ("since=soon", "Since is"),
+        ("since=2d&until=3d", "Since 2d is not before Until 3d"),
+    ],
+)
 def test_a_filter_that_is_none_is_a_page_with_a_next_step(
     browser: TestClient, three: list[int], query: str, words: str
 ) -> None:
     answer = browser.get(f"/runs?{query}")
     assert answer.status_code == 422
     assert words in answer.text
-    assert "What to do: Give" in answer.text
+    assert "What to do: " in answer.text
+    assert "--" not in " ".join(Parsed(answer.text).texts)  # what commands call them
     assert not faults_of(answer.text)
 
 
@@ -79,7 +87,9 @@ def test_the_list_has_pages(browser: TestClient, store: Store) -> None:
     assert "51 to 53 of 53" in second
     for odd in ("0", "-1", "x", "9" * 30):
         assert len(listed(browser.get(f"/runs?page={odd}").text)) == 50
-    assert "This page of the list is empty" in browser.get("/runs?page=9999").text
+    beyond = browser.get("/runs?page=9999").text
+    assert "This page of the list is empty" in beyond
+    assert '<p class="fine">53 in ' in beyond
 
 
 def test_a_run_is_its_report(browser: TestClient, store: Store, three: list[int]) -> None:
