@@ -417,6 +417,38 @@ def test_a_path_from_a_folder_with_a_percent_sign_is_whole(
     assert file_of(store_url({STORE: "sqlite:///runs%20x.db"})) == tmp_path / "50%41/runs x.db"
 
 
+def kept_by_a_clock(
+    store: Store, monkeypatch: pytest.MonkeyPatch, most: int, *moments: str, source: str = "watch"
+) -> None:
+    """Keep runs that began and were kept at these moments, and no more than so many of them."""
+    monkeypatch.setattr(store_module, "MOST_RUNS", most)
+    for moment in moments:
+        monkeypatch.setattr(store_module, "_now", lambda moment=moment: f"{moment}T00:00:01.000000+00:00")
+        store.add(kept_run(id=moment, started_at=f"{moment}T00:00:00+00:00"), source, prune=True)
+
+
+def test_a_clock_that_was_set_back_costs_no_new_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ("2026-03-01", "2026-03-02", "2026-03-03")
+    kept_by_a_clock(store, monkeypatch, 3, *right, "1970-01-01", "1970-01-02")  # a board without a battery
+    assert set(ids(store)) == {"2026-03-03", "1970-01-01", "1970-01-02"}
+    kept_by_a_clock(store, monkeypatch, 3, "2026-03-04")
+    assert set(ids(store)) == {"1970-01-01", "1970-01-02", "2026-03-04"}
+
+
+def test_a_run_of_a_clock_that_was_set_forward_goes_in_its_turn(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_by_a_clock(store, monkeypatch, 2, "2099-03-01", "2026-03-01", "2026-03-02", "2026-03-03")
+    assert ids(store) == ["2026-03-03", "2026-03-02"]
+
+
+def test_runs_that_come_from_another_store_go_by_their_own_age(store: Store) -> None:
+    for year in ("2026", "2024", "2025"):  # all kept now
+        store.add(kept_run(id=year, started_at=f"{year}-03-02T00:00:00+00:00"), "watch")
+    assert store.prune(2, 10**9) == 1
+    assert ids(store) == ["2026", "2025"]
+
+
 def test_a_password_is_not_told() -> None:
     pytest.importorskip("psycopg")
     assert Store("postgresql+psycopg://me:secret@host/runs").name == "postgresql+psycopg://me:***@host/runs"

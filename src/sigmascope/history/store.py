@@ -28,6 +28,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Select,
+    case,
     create_engine,
     delete,
     event,
@@ -849,8 +850,12 @@ def _prune(connection: Connection, most_runs: int, most_bytes: int) -> int:
     if count <= most_runs and nbytes <= most_bytes:
         return 0
     untagged = ~exists().where(TAGS.c.run == RUNS.c.number)
+    placed = _by_age().subquery()
     oldest = (
-        select(RUNS.c.number, RUNS.c.record_bytes).where(untagged).order_by(RUNS.c.started_at, RUNS.c.number)
+        select(RUNS.c.number, RUNS.c.record_bytes)
+        .join(placed, placed.c.number == RUNS.c.number)
+        .where(untagged)
+        .order_by(placed.c.moment, RUNS.c.number)
     )
     removed: list[int] = []
     for number, size in connection.execute(oldest):
@@ -861,6 +866,21 @@ def _prune(connection: Connection, most_runs: int, most_bytes: int) -> int:
     for some in _in_parts(removed):
         connection.execute(delete(RUNS).where(RUNS.c.number.in_(some)))
     return len(removed)
+
+
+def _by_age() -> Select[Any]:
+    """Of each run the moment by which it grows old: its start, unless its clock was wrong.
+
+    A run that was kept after another, but earlier by the clock, is as old as the other: so it is not the first to go. Nor does
+    one stay for ever that began after it was kept.
+    """
+    so_far = func.max(RUNS.c.kept_at).over(order_by=RUNS.c.number, rows=(None, 0))
+    moment = case(
+        (RUNS.c.kept_at < so_far, so_far),
+        (RUNS.c.started_at > RUNS.c.kept_at, RUNS.c.kept_at),
+        else_=RUNS.c.started_at,
+    )
+    return select(RUNS.c.number, moment.label("moment"))
 
 
 def _unpacked(content: bytes) -> bytes:
