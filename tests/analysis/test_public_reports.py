@@ -209,6 +209,18 @@ def test_a_first_generation_whose_steps_are_all_slow_is_told_from_the_others() -
     assert "were slow" not in headline(warm)
 
 
+def test_what_a_start_script_sets_explains_what_lies_beside_the_steps() -> None:
+    """InvokeAI 6007: 2.9 steps a second both ways, but 10 s more around them when started by its script."""
+    sides = []
+    for other, variable in ((1.0, {}), (11.0, {"MALLOC_MMAP_THRESHOLD_": "1048576"})):
+        made = generation(0.0, [1 / 2.9] * 30, other=other)
+        recipe = {"surroundings": {"train mode": "none", **variable}}
+        sides.append(series(replace(made, facts={**made.facts, "recipe": recipe})))
+    said = first_sentence(what_changed(sides[1:], sides[:1]).headline)
+    assert "10.00 s more in latent_decoding" in said
+    assert "MALLOC_MMAP_THRESHOLD_ not set → 1048576 may explain it" in said
+
+
 def test_a_script_that_imports_for_most_of_its_time_has_a_start_of_its_own() -> None:
     """diffusers 3338: importing takes 13 to 15 s in a container."""
     run = replace(series(generation(14.2, [0.2] * 20)), seconds=18.4, facts={IMPORTS: {"diffusers": 13.8}})

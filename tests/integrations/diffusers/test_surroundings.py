@@ -259,6 +259,17 @@ def test_the_environment_s_switches_are_named_and_its_secrets_are_not_read(
     assert "hf_secret" not in str(found)
 
 
+def test_what_a_start_script_sets_for_the_c_library_s_memory_is_read_without_paths(
+    monkeypatch: pytest.MonkeyPatch, pipe: Any
+) -> None:
+    """InvokeAI 6007: its start script sets MALLOC_MMAP_THRESHOLD_, and all but the steps takes longer then."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
+    monkeypatch.setenv("LD_PRELOAD", "/home/me/lib/libtcmalloc.so.4:/opt/libiomp5.so")
+    found = surroundings.surroundings_of(pipe)
+    assert found["MALLOC_MMAP_THRESHOLD_"] == "1048576"
+    assert found["LD_PRELOAD"] == "libtcmalloc.so.4, libiomp5.so"
+
+
 def test_arrays_lists_functions_and_unknown_objects_among_the_arguments(pipe: Any) -> None:
     class Odd:
         pass

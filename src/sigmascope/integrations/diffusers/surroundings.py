@@ -7,6 +7,7 @@ holds a secret.
 
 import functools
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +25,21 @@ from sigmascope.probes.module_tree import tree_of
 from sigmascope.probes.reading import attempt
 
 ENVIRONMENT: Final = (
-    "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "DIFFUSERS_ATTN_BACKEND",
-    "DIFFUSERS_GGUF_CUDA_KERNELS", "DNNL_DEFAULT_FPMATH_MODE", "HF_ENABLE_PARALLEL_LOADING", "HF_HUB_OFFLINE",
-    "HF_PARALLEL_LOADING_WORKERS", "HIP_VISIBLE_DEVICES", "KMP_AFFINITY", "KMP_BLOCKTIME", "MALLOC_ARENA_MAX",
-    "MIOPEN_FIND_MODE", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA",
-    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ENABLE_MPS_FALLBACK", "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "PYTORCH_TUNABLEOP_ENABLED", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_FREEZING",
-    "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_COMPILE_DISABLE", "USE_HUB_KERNELS",
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_CACHE_DISABLE", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING",
+    "CUDA_VISIBLE_DEVICES", "DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_GGUF_CUDA_KERNELS", "DNNL_DEFAULT_FPMATH_MODE",
+    "FLASH_ATTENTION_TRITON_AMD_ENABLE", "GLIBC_TUNABLES", "GOMP_CPU_AFFINITY", "HF_ENABLE_PARALLEL_LOADING", "HF_HUB_OFFLINE",
+    "HF_PARALLEL_LOADING_WORKERS", "HIP_VISIBLE_DEVICES", "HSA_ENABLE_SDMA", "HSA_OVERRIDE_GFX_VERSION", "KMP_AFFINITY",
+    "KMP_BLOCKTIME", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MIOPEN_FIND_ENFORCE", "MIOPEN_FIND_MODE", "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ENABLE_MPS_FALLBACK", "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_TUNABLEOP_ENABLED", "TORCHDYNAMO_DISABLE",
+    "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_COMPILE_DISABLE", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "USE_HUB_KERNELS",
 )  # fmt: skip
-"""Switches of the libraries that change speed or numbers."""
+"""Switches of the libraries, and of the C library's memory, that change speed or numbers."""
+_PATHS: Final = "LD_PRELOAD"
+"""Of its values the names of the files are kept."""
 _LONGEST: Final = 60
 _MOST_NAMED: Final = 4
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -88,7 +95,9 @@ def surroundings_of(pipeline: object, switches: Mapping[str, str] | None = None)
         switches: As they were in the call (`switches_now`), where they may be others by now; None: as they are.
     """
     found = dict(switches_now() if switches is None else switches)
-    found |= {name: _short(value) for name in ENVIRONMENT if (value := os.environ.get(name)) is not None}
+    found |= {
+        name: _switch(name, value) for name in ENVIRONMENT if (value := os.environ.get(name)) is not None
+    }
     models = attempt(lambda: models_in(pipeline)).value or {}
     found["train mode"] = (
         ", ".join(name for name, module in models.items() if module.training is True) or "none"
@@ -102,6 +111,12 @@ def surroundings_of(pipeline: object, switches: Mapping[str, str] | None = None)
         found["pipeline methods"] = _in_words(patched.value)
     found |= attempt(lambda: dict(_of_everywhere())).value or {}
     return found
+
+
+def _switch(name: str, value: str) -> str:
+    return _short(
+        ", ".join(PurePath(path).name for path in re.split("[ :]+", value)) if name == _PATHS else value
+    )
 
 
 def _short(value: object) -> str:
