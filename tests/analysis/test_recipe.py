@@ -111,11 +111,30 @@ def test_waiting_for_a_disk_is_named() -> None:
     assert what_changed([generated()], [before]).recipe == {}
 
 
-@pytest.mark.parametrize(("runs", "factor"), [(1, 1.15), (3, 1.08), (5, 1.02)])
-def test_a_small_change_is_noise_the_more_so_the_fewer_runs_there_are(runs: int, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("runs", "factor", "said"),
+    [
+        (
+            1,
+            1.15,
+            "A change of the whole time by +15.0 % (6.00 s → 6.90 s) cannot be told from noise: 1 run before and 1 now are "
+            "too few for p < 0.01; measure 4 more on each side.",
+        ),
+        (
+            3,
+            1.08,
+            "A change of the whole time by +8.0 % (6.00 s → 6.48 s) cannot be told from noise: 3 runs before and 3 now are "
+            "too few for p < 0.01; measure 2 more on each side.",
+        ),
+        (5, 1.02, "Nothing differs beyond noise."),
+    ],
+)
+def test_a_small_change_is_noise_the_more_so_the_fewer_runs_there_are(
+    runs: int, factor: float, said: str
+) -> None:
     now = [replace(generated(), seconds=6.0 * factor + index / 1000) for index in range(runs)]
     before = [replace(generated(), seconds=6.0 + index / 1000) for index in range(runs)]
-    assert what_changed(now, before).headline == "Nothing differs beyond noise."
+    assert what_changed(now, before).headline == said
     slower = [replace(run, seconds=run.seconds * 1.2) for run in now]
     assert "× as long" in what_changed(slower, before).headline
 
@@ -123,7 +142,9 @@ def test_a_small_change_is_noise_the_more_so_the_fewer_runs_there_are(runs: int,
 def test_runs_that_overlap_are_no_slower() -> None:
     now = [replace(generated(), seconds=seconds) for seconds in (6.0, 8.0, 8.5)]
     before = [replace(generated(), seconds=seconds) for seconds in (5.0, 6.0, 7.9)]
-    assert what_changed(now, before).headline == "Nothing differs beyond noise."
+    assert what_changed(now, before).headline.startswith(
+        "A change of the whole time by +33.3 % (6.00 s → 8.00 s) cannot be told from noise: "
+    )
 
 
 def test_the_first_output_that_differs_is_named_with_what_acts_there() -> None:

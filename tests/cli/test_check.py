@@ -59,10 +59,34 @@ def test_the_limits_reach_the_first_sentence(tmp_path: Path) -> None:
         for limit in ((), ("--max_slowdown", "30%"), ("--alpha", "0.00001"))
     ]
     assert headlines[0].startswith("1.0")
-    assert headlines[1:] == ["Nothing differs beyond noise."] * 2
+    assert headlines[1] == "Nothing differs beyond noise."
+    assert headlines[2].endswith("too few for p < 1e-05; measure 2 more before and 3 more now.")
     compared = ["compare", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")]
     assert "Nothing differs" not in CliRunner().invoke(app, compared).output
-    assert "Nothing differs" in CliRunner().invoke(app, [*compared, "--alpha", "0.00001"]).output
+    assert "undecided +7.9 %" in CliRunner().invoke(app, [*compared, "--alpha", "0.00001"]).output
+
+
+def test_what_is_undecided_is_told_on_each_surface_and_fails_nothing(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", factor=1.2, count=3), saved(tmp_path / "old", seed=1, count=1)
+    sides = [*new, "--baseline", *old]
+    texts = [
+        CliRunner().invoke(app, [command, *sides, *surface], env={"COLUMNS": "400"})
+        for command, surface in (
+            ("check", []),
+            ("check", ["--markdown"]),
+            ("check", ["--json"]),
+            ("compare", []),
+        )
+    ]
+    assert [done.exit_code for done in texts] == [0] * 4
+    for done in texts:
+        assert "cannot be told from noise: 1 run before and 3 now are too few" in done.output
+        assert "Nothing differs" not in done.output
+        assert "as before." not in done.output
+    assert "0 figures regressed, 3 undecided" in texts[0].output
+    assert "0 figures regressed, 3 undecided" in texts[1].output
+    assert "total" in json.loads(texts[2].stdout)["undecided"]
+    assert "undecided +" in texts[3].output
 
 
 def test_json_holds_every_figure(tmp_path: Path) -> None:

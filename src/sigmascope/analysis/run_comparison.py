@@ -41,6 +41,7 @@ from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records.performance import work_of
 from sigmascope.records.recorded import Recorded, runs_of
 from sigmascope.records.run import Run
+from sigmascope.units import counted
 
 CONFIDENCE: Final = 0.95
 _FEWEST_RUNS_FOR_INTERVAL: Final = 3
@@ -60,6 +61,8 @@ _TIMES_ITS_SCATTER: Final = 2.5
 pairs, of ten in 99."""
 _TIMES_ITS_TREND: Final = 0.9
 """Of the way that the trend of a side goes in as many values again: that is where the medians of the other side would be."""
+_MOST_MORE: Final = 40
+"""Runs that one is advised to measure, on each side."""
 _ORDERS_OF_FIVE: Final = math.comb(2 * _FEWEST_TO_TEST, _FEWEST_TO_TEST)
 """The orders in which five values of each side can lie: in one of them all of one side are the highest."""
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
@@ -116,6 +119,8 @@ class FigureComparison:
         is_noise_on_the_wall: The same of the times as the clock on the wall tells them, comparable or not.
         waited: The median share of the time that was waited for a processor, baseline first; None: not known.
         own_change: By what share the side that moves more does so by itself, see `own_change_of`; of times.
+        undecided: Why chance can neither be excluded nor blamed for a difference above the limit, and what to measure next;
+            None: there is no such difference, or it is decided.
     """
 
     name: str
@@ -133,6 +138,7 @@ class FigureComparison:
     is_noise_on_the_wall: bool = True
     waited: tuple[float, float] | None = None
     own_change: float = 0.0
+    undecided: str | None = None
 
     @property
     def has_changed(self) -> bool:
@@ -306,6 +312,7 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
     return replace(
         compared,
         unavailable={**compared.unavailable, **unavailable},
+        undecided=None if "wall" in unavailable else compared.undecided,
         is_noise=not is_certain,
         is_noise_on_the_wall=not differs,
         waited=waited,
@@ -363,7 +370,7 @@ def compare_values(
         unavailable["interval"] = "some of the baseline's values are 0"
     else:
         interval = ratio_interval(new, baseline, confidence=CONFIDENCE, seed=seed)
-    return FigureComparison(
+    compared = FigureComparison(
         name,
         unit,
         old_median,
@@ -378,6 +385,39 @@ def compare_values(
         is_noise(new, baseline, unit, limits=limits, least_seconds=least_seconds),
         own_change=_own_change(new, baseline, limits) if unit == "seconds" else 0.0,
     )
+    is_open = compared.is_noise and ratio is not None and abs(ratio - 1) > limits.of(unit)
+    return replace(compared, undecided=_why_undecided(compared, limits) if is_open else None)
+
+
+def _why_undecided(compared: FigureComparison, limits: Limits) -> str:
+    """What keeps a difference above the limit from being told from chance, and what to measure next."""
+    if not _can_prove(*compared.runs, limits.alpha):
+        return _too_few(compared, limits.alpha)
+    p = min(compared.p_slower, 1 - compared.p_slower)
+    if 2 * p < limits.alpha:
+        return f"the runs of one side move by {compared.own_change:.1%} themselves; let the sides take turns"
+    return f"within the noise of the runs (p = {p:.2g}); let as many again take turns"
+
+
+def _can_prove(before: int, now: int, alpha: float) -> bool:
+    """Whether so many runs can give a p, two-sided, below alpha; where they can be tested at all."""
+    return can_be_tested(now, before) and 2 / math.comb(before + now, now) < alpha
+
+
+def _too_few(compared: FigureComparison, alpha: float) -> str:
+    before, now = compared.runs
+    text = f"{counted(before, 'run')} before and {now} now are too few for p < {alpha:g}"
+    more = range(_MOST_MORE)
+    enough = [
+        (old + new, old, new) for old in more for new in more if _can_prove(before + old, now + new, alpha)
+    ]
+    if not enough:
+        return f"{text}; measure many more on each side"
+    _, old, new = min(enough, key=lambda counts: (counts[0], abs(counts[1] - counts[2])))
+    if old == new:
+        return f"{text}; measure {old} more on each side"
+    sides = [f"{count} more {side}" for count, side in ((old, "before"), (new, "now")) if count]
+    return f"{text}; measure {' and '.join(sides)}"
 
 
 def compare_pooled_steps(
@@ -452,8 +492,8 @@ class CheckedFigure:
     Attributes:
         comparison: The two samples.
         verdict: "regressed": by more than allowed and not by chance; "higher": not by chance, but by no more than
-            allowed; "undecided": by more than allowed, but there are too few runs, or too much noise, to tell it from
-            chance; "lower": by more than noise; "same": none of these.
+            allowed; "undecided": by more than allowed, up or down, but there are too few runs, or too much noise, to tell
+            it from chance; "lower": by more than noise; "same": none of these.
         why: The verdict in words.
     """
 
@@ -483,10 +523,22 @@ class RegressionCheck:
         """The figures that got worse."""
         return tuple(figure for figure in self.figures if figure.verdict == "regressed")
 
+    @property
+    def undecided(self) -> tuple[CheckedFigure, ...]:
+        """The figures that differ by more than allowed, and nobody can tell whether by chance."""
+        return tuple(figure for figure in self.figures if figure.verdict == "undecided")
+
+    @property
+    def outcome(self) -> str:
+        """Such as "0 figures regressed, 2 undecided"."""
+        is_open = f", {len(self.undecided)} undecided" if self.undecided else ""
+        return f"{counted(len(self.regressed), 'figure')} regressed{is_open}"
+
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
         return {
             "regressed": [figure.comparison.name for figure in self.regressed],
+            "undecided": [figure.comparison.name for figure in self.undecided],
             "figures": [figure.as_dict() for figure in self.figures],
             "missing": dict(self.missing),
         }
@@ -557,35 +609,25 @@ def _judge(comparison: FigureComparison, limits: Limits, *, is_history: bool = F
     before, after = comparison.runs
     are_enough = comparison.least_p < alpha or (is_history and before >= FEWEST_OF_HISTORY > after)
     growth = None if comparison.ratio is None else comparison.ratio - 1
-    is_by_chance = 2 * comparison.p_slower >= alpha
     if growth is None:
-        return CheckedFigure(comparison, "undecided", comparison.unavailable["ratio"])
+        verdict: Verdict = "same" if comparison.is_noise else "undecided"  # 0 before and now, or since
+        return CheckedFigure(comparison, verdict, comparison.unavailable["ratio"])
     if not comparison.is_comparable and (comparison.is_noise or growth <= allowed):
         why = f"not comparable: {comparison.unavailable['wall']}; processor time {growth:+.1%}"
         return CheckedFigure(comparison, "undecided", why)
+    if comparison.undecided is not None:
+        return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {comparison.undecided}")
     if growth > allowed:
-        if not comparison.is_noise and are_enough:
+        if are_enough:
             why = f"{growth:+.1%}, more than the {allowed:.1%} allowed (p = {comparison.p_slower:.2g})"
             return CheckedFigure(comparison, "regressed", why)
-        if not are_enough:
-            return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {_too_few(comparison, alpha)}")
-        is_own = not is_by_chance and growth <= comparison.own_change
-        noise = (
-            f"the runs of one side move by {comparison.own_change:.1%} themselves; let the sides take turns"
-            if is_own
-            else f"within the noise of the runs (p = {comparison.p_slower:.2g})"
-        )
-        return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {noise}")
-    if growth > comparison.own_change and not is_by_chance:
+        why = f"{growth:+.1%}, more than few runs differ by, but {_too_few(comparison, alpha)}"
+        return CheckedFigure(comparison, "undecided", why)
+    if growth > comparison.own_change and 2 * comparison.p_slower < alpha:
         return CheckedFigure(comparison, "higher", f"{growth:+.1%}, no more than the {allowed:.1%} allowed")
     if growth < 0 and not comparison.is_noise:
         return CheckedFigure(comparison, "lower", f"{growth:+.1%}")
     return CheckedFigure(comparison, "same", f"{growth:+.1%}")
-
-
-def _too_few(comparison: FigureComparison, alpha: float) -> str:
-    before, after = comparison.runs
-    return f"{before} and {after} runs cannot give p < {alpha:g} (at best {comparison.least_p:.2g})"
 
 
 def pairs_by_work(

@@ -36,6 +36,7 @@ from sigmascope.analysis.run_comparison import (
     USUAL,
     FigureComparison,
     Limits,
+    compare_run_sets,
     compare_totals,
 )
 from sigmascope.analysis.run_figures import BUSY, GENERATION, MUCH_WAITED, total_of
@@ -170,8 +171,14 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     is_mentioned = any(change in text for change in changes) or (callback != "" and callback in text)
     if changes and not is_mentioned:
         sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
-    if time is None and (text or changes):
-        sentences.append("Times are as before.")
+    rest = (
+        []
+        if total is None
+        else _other_figures(total, new, baseline, rows, recipe, limits, is_told=time is not None)
+    )
+    if time is None and not rest and (text or changes):
+        rest = ["Times are as before."]
+    sentences += rest
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
     if time is not None and not is_comparable:
@@ -294,15 +301,18 @@ def _time_sentence(
     if not same_way:  # records that do not add up
         return f"{change}."
     row, was = same_way[0]
-    difference = (
-        f"{units.seconds(abs(row.seconds - was))} {'more' if row.seconds > was else 'less'} {_where(row)}"
-    )
+    difference = _more_or_less(row, was)
     why = [*_why(row, recipe), *([f"{amounts} part of it"] if amounts else [])]
     why += ["generations that failed may explain it"] if may_be_failures else []
     is_open = not why and not _says_enough(row)
     return (
         f"{change}: {'; '.join([difference, *(['nothing in the recipe explains it'] if is_open else why)])}."
     )
+
+
+def _more_or_less(row: TimeShare, was: float) -> str:
+    """Such as "133 ms more in your callback preview (generate.py:10)"."""
+    return f"{units.seconds(abs(row.seconds - was))} {'more' if row.seconds > was else 'less'} {_where(row)}"
 
 
 def _without_contrary_clock(recipe: Differences, *, is_slower: bool) -> Differences:
@@ -339,6 +349,75 @@ def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Seq
     if abs(compared.ratio - 1) <= _MOST_CHANGE_OF_OWN:
         return f"{text} Its own processor time is as before: {change}."
     return f"{text} Its own processor time was {change}, which other programs can change, too."
+
+
+def _other_figures(
+    total: FigureComparison,
+    new: Sequence[Run],
+    baseline: Sequence[Run],
+    rows: Sequence[tuple[TimeShare, float]],
+    recipe: Differences,
+    limits: Limits,
+    *,
+    is_told: bool,
+) -> list[str]:
+    """What the table holds beside the time of the whole run: a part's time, a peak of memory, what is undecided.
+
+    Args:
+        total: Of whole runs.
+        new: The runs now.
+        baseline: The runs before.
+        rows: Parts of the time.
+        recipe: What differs.
+        limits: What is noise.
+        is_told: Whether the time of the whole run, or why it cannot be compared, is told already.
+    """
+    compared, _ = compare_run_sets(new, baseline, limits=limits)
+    parts = [figure for figure in compared if figure.name != total.name]
+    told, is_open = [], [total, *parts]
+    for unit in ("bytes",) if is_told else ("seconds", "bytes"):
+        changed = [figure for figure in parts if figure.unit == unit and figure.has_changed]
+        if changed:
+            told.append(_part_in_words(max(changed, key=_difference_of), total, rows, recipe))
+    if is_told:
+        is_open = [figure for figure in parts if figure.unit == "bytes"]
+    is_open = [figure for figure in is_open if figure.undecided is not None]
+    # The whole run says more than its parts, and a part that differs more than those that differ less.
+    for figure in sorted(is_open, key=lambda one: (one is not total, one.unit, -_difference_of(one)))[:1]:
+        name = "the whole time" if figure is total else figure.name
+        told.append(f"A change of {name} by {_growth(figure)} cannot be told from noise: {figure.undecided}.")
+    return told
+
+
+def _difference_of(figure: FigureComparison) -> float:
+    return abs(figure.new - figure.baseline)
+
+
+def _growth(figure: FigureComparison) -> str:
+    """Such as "+21.0 % (2.00 s → 2.42 s)"."""
+    amount = units.seconds if figure.unit == "seconds" else lambda value: f"{units.mib(round(value))} MB"
+    share = "" if figure.ratio is None else f"{100 * (figure.ratio - 1):+.1f} % "
+    return f"{share}({amount(figure.baseline)} → {amount(figure.new)})"
+
+
+def _part_in_words(
+    figure: FigureComparison,
+    total: FigureComparison,
+    rows: Sequence[tuple[TimeShare, float]],
+    recipe: Differences,
+) -> str:
+    """What changed beyond noise where the whole run did not."""
+    if figure.unit == "bytes":
+        return f"{figure.name} {_growth(figure)}."
+    stage = figure.name.removesuffix(" step")
+    inside = [
+        (row, was)
+        for row, was in rows
+        if stage in names_in(row.name) and (row.seconds > was) == (figure.new > figure.baseline)
+    ]
+    why = [_more_or_less(*inside[0]), *_why(inside[0][0], recipe)] if inside else []
+    whole = "" if total.undecided else ", the whole run as before"
+    return f"{figure.name} {_growth(figure)}{whole}{': ' if why else ''}{'; '.join(why)}."
 
 
 def _predicted_ratios(rows: Sequence[tuple[TimeShare, float]], recipe: Differences) -> tuple[float, float]:

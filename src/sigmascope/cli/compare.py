@@ -200,10 +200,14 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
         before, now = comparison.runs
         groups[f"Steps of {before} and {now} runs, pooled"] = comparison.pooled_steps
     for heading, figures in groups.items():
-        shown = [figure for figure in figures if full or figure.has_changed]
+        shown = [figure for figure in figures if full or figure.has_changed or figure.undecided]
         if shown:
             console.print(_figures(heading, shown))
-    same = 0 if full else sum(not figure.has_changed for figures in groups.values() for figure in figures)
+    same = (
+        0
+        if full
+        else sum(not (one.has_changed or one.undecided) for figures in groups.values() for one in figures)
+    )
     if same:
         console.print(
             Text(
@@ -254,12 +258,13 @@ def _amount(value: float, unit: str) -> str:
 
 
 def _change(figure: "FigureComparison") -> Text:
-    """Coloured if it is beyond noise."""
+    """Coloured if it is beyond noise, or may be."""
     if figure.ratio is None:
         return Text(units.UNKNOWN)
-    style = "dim" if not figure.has_changed else "green" if figure.ratio < 1 else "red"
     text = "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else f"{100 * (figure.ratio - 1):+.1f} %"
-    return Text(text, style=style)
+    if figure.undecided:
+        return Text(f"undecided {text}", style=_VERDICT_STYLE["undecided"])
+    return Text(text, style="dim" if not figure.has_changed else "green" if figure.ratio < 1 else "red")
 
 
 def _interval(figure: "FigureComparison") -> str:
@@ -497,11 +502,8 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
             )
     run_counts = [figure.comparison.runs for figure in check.figures]  # some figures are without some of them
     before, after = (max(counts) for counts in zip(*run_counts, strict=True)) if run_counts else (0, 0)
-    count = len(check.regressed)
-    outcome = f"{units.counted(count, 'figure')} regressed"
-    console.print(
-        Text(f"{outcome} ({after} runs against {before}).", style="bold red" if count else "bold green")
-    )
+    style = "bold red" if check.regressed else "bold yellow" if check.undecided else "bold green"
+    console.print(Text(f"{check.outcome} ({after} {_runs(after)} against {before}).", style=style))
 
 
 def _joined(words: Iterable[str]) -> str:

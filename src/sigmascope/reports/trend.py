@@ -222,7 +222,7 @@ def checks_as_markdown(
     views = [
         {
             "work": as_text(work),
-            "regressed": len(check.regressed),
+            "outcome": check.outcome,
             "fails_more": changed.fails_more,
             "headline": as_text(changed.headline, _LONGEST_HEADLINE),
             "recipe": [tuple(map(as_text, (name, *sides))) for name, sides in changed.recipe.items()],

@@ -18,6 +18,8 @@ from sigmascope.analysis.run_comparison import (
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.analysis.work_comparison import compare_work
 from sigmascope.records.run import AcceleratorFacts, HostFacts, Run
+from sigmascope.records.serialization import run_from_json, run_to_json
+from sigmascope.reports.markdown import to_markdown
 
 
 def runs_of(totals: Sequence[float]) -> list[Run]:
@@ -69,6 +71,70 @@ def test_the_sentence_the_table_and_the_check_agree(
         assert ("total" in regressed) == differs
 
 
+def every_answer(new: list[Run], old: list[Run]) -> tuple[str, set[str], set[str], str]:
+    """What is said of two sides: the first sentence, what the table calls undecided and changed, the page's sentence."""
+    back = [[run_from_json(run_to_json(run)) for run in side] for side in (new, old)]
+    compared = compare_work("", *back)
+    text = to_markdown([*back[1], *back[0]]) if len(old) == 1 else ""
+    assert compared.changed.headline == what_changed(new, old).headline
+    return (
+        compared.changed.headline,
+        {figure.name for figure in compared.figures if figure.undecided},
+        {figure.name for figure in compared.figures if figure.has_changed},
+        text,
+    )
+
+
+@pytest.mark.parametrize("factor", [1.15, 0.85])
+def test_what_few_runs_cannot_decide_is_said_so_everywhere(factor: float) -> None:
+    """Three runs against one, as a page of several records has them."""
+    new, old = runs_of([factor, factor + 0.01, factor + 0.02]), runs_of([1.0])
+    said, undecided, changed, page = every_answer(new, old)
+    growth = f"{100 * (factor + 0.01 - 1):+.1f} %"
+    assert said.startswith(f"A change of the whole time by {growth} (1.00 s → ")
+    assert said.endswith(
+        "1 run before and 3 now are too few for p < 0.01; measure 4 more before and 2 more now."
+    )
+    assert said[:40] in page
+    assert undecided == {"total", "denoising", "denoising step"}
+    assert not changed
+    checked = check_regression(new, old)
+    assert {figure.comparison.name for figure in checked.undecided} == undecided
+    assert checked.outcome == "0 figures regressed, 3 undecided"
+    assert checked.as_dict()["undecided"] == [figure.comparison.name for figure in checked.undecided]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "more"),
+    [
+        (1, 1, "measure 4 more on each side"),
+        (3, 3, "measure 2 more on each side"),
+        (1, 10, "measure 2 more before"),
+        (7, 3, "measure 1 more now"),
+    ],
+)
+def test_as_many_more_runs_as_are_advised_can_decide(before: int, now: int, more: str) -> None:
+    """5 beside 5, 3 beside 10, 4 beside 7: two-sided p of 2/252, 2/286 and 2/330 at best."""
+    said = what_changed(runs_of([1.08] * now), runs_of([1.0] * before)).headline
+    assert said.endswith(f"{more}.")
+
+
+def test_no_sentence_denies_what_the_table_and_the_check_hold() -> None:
+    """A part that takes longer, and a peak of memory, in runs whose whole time is as before."""
+    slow = [run([0.0575 + number / 1e4] * 20, other=20.0) for number in range(3)]
+    usual = [run([0.05 + number / 1e4] * 20, other=20.0) for number in range(3)]
+    said, _, changed, _ = every_answer(slow, usual)
+    assert changed == {"denoising", "denoising step"}
+    assert said == (
+        "denoising +15.0 % (1.00 s → 1.15 s), the whole run as before: 150 ms more in the steps of denoising."
+    )
+    large, small = ([run([0.05] * 20, rss=size) for _ in range(5)] for size in (1500 * 2**20, 1000 * 2**20))
+    said, _, changed, _ = every_answer(large, small)
+    assert changed == {"process peak"}
+    assert [figure.comparison.name for figure in check_regression(large, small).regressed] == ["process peak"]
+    assert said == "process peak +50.0 % (1,000.0 MB → 1,500.0 MB)."
+
+
 def test_the_limits_that_are_given_reach_every_answer() -> None:
     """3.9 % is less than what is noise unless told otherwise."""
     now, before = [1.04, 1.06, 1.08, 1.05, 1.07], [1.00, 1.02, 1.035, 1.01, 1.03]
@@ -105,7 +171,10 @@ def test_a_side_drifts_in_the_order_of_its_runs_not_of_its_files() -> None:
     before = begun([1.00, 1.02, 1.05, 1.08, 1.11], range(5))
     now = begun([1.12, 1.15, 1.18, 1.21, 1.24], range(5, 10))
     shuffled = [[side[place] for place in (4, 0, 2, 3, 1)] for side in (now, before)]
-    assert what_changed(*shuffled).headline == "Nothing differs beyond noise."
+    assert what_changed(*shuffled).headline == (
+        "A change of the whole time by +12.4 % (1.05 s → 1.18 s) cannot be told from noise: the runs of one side move by "
+        "12.9% themselves; let the sides take turns."
+    )
     compared = compare_work("", *shuffled, by_step=True)
     assert not any(figure.has_changed for figure in (*compared.figures, *compared.steps))
 
@@ -120,7 +189,8 @@ def test_sides_that_took_turns_drift_together() -> None:
     apart = begun(now, range(10, 20)), begun(before, range(10))
     assert [what_changed(*sides).headline for sides in (turns, apart)] == [
         "1.11 × as long (1.06 s → 1.18 s): 114 ms more in the steps of denoising; nothing in the recipe explains it.",
-        "Nothing differs beyond noise.",
+        "A change of the whole time by +10.7 % (1.06 s → 1.18 s) cannot be told from noise: the runs of one side move by "
+        "11.9% themselves; let the sides take turns.",
     ]
 
 
@@ -156,7 +226,10 @@ def test_a_check_calls_nothing_lower_that_is_noise() -> None:
 
 def test_the_alpha_of_a_check_reaches_its_first_sentence() -> None:
     now, before = [1.10, 1.11, 1.12, 1.13, 1.00], [1.00, 1.01, 1.02, 1.03, 1.04]  # p = 0.048, two-sided 0.095
-    assert what_changed(runs_of(now), runs_of(before)).headline == "Nothing differs beyond noise."
+    assert what_changed(runs_of(now), runs_of(before)).headline == (
+        "A change of the whole time by +8.8 % (1.02 s → 1.11 s) cannot be told from noise: within the noise of the runs "
+        "(p = 0.058); let as many again take turns."
+    )
     bold = what_changed(runs_of(now), runs_of(before), limits=Limits(alpha=0.2)).headline
     assert bold.startswith("1.09 × as long (1.02 s → 1.11 s)")
 

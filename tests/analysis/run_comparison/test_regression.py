@@ -47,7 +47,9 @@ def test_too_few_runs_decide_nothing_and_say_what_they_can_show() -> None:
     check = check_regression([run([0.2] * 5)], [run([0.1] * 5)])
     figure = next(figure for figure in check.figures if figure.comparison.name == "denoising")
     assert figure.verdict == "undecided"
-    assert "1 and 1 runs cannot give p < 0.01 (at best 0.5)" in figure.why
+    assert figure.why == (
+        "+100.0%, more than few runs differ by, but 1 run before and 1 now are too few for p < 0.01; measure 4 more on each side"
+    )
 
 
 def test_noise_as_large_as_the_slowdown_decides_nothing() -> None:
