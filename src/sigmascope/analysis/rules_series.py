@@ -179,15 +179,16 @@ def slows_down(run: Run) -> Iterator[Seen]:
     """Steps take longer from generation to generation: something accumulates, or the device gets hot."""
     for alike in _by_work(run):
         usual = [one.usual for one in alike]
-        if _waited([one.stage for one in alike]) > MUCH_WAITED:
+        if _waited([one.stage for one in alike[len(alike) // 2 :]]) > MUCH_WAITED:
             continue
         risen = list(_slow_since(alike))
         if risen or len(alike) < _FEWEST_FOR_DRIFT:
             yield from risen
             continue
         slope = theil_sen(usual)
-        grown = slope.value * (len(alike) - 1)
-        if slope.lower <= 0 or grown < _LEAST_DRIFT * usual[0]:
+        # What each waited for a processor is other programs' doing.
+        own = [seconds * (1 - _waited([one.stage])) for seconds, one in zip(usual, alike, strict=True)]
+        if not (_drifts(usual) and _drifts(own)):
             continue
         yield Seen(
             message=f"Steps became slower from generation to generation: {units.seconds(usual[0])} in the first of "
@@ -205,6 +206,12 @@ def slows_down(run: Run) -> Iterator[Seen]:
         )
 
 
+def _drifts(seconds: Sequence[float]) -> bool:
+    """Whether they grow from one to the next beyond chance, and by much."""
+    slope = theil_sen(seconds)
+    return slope.lower > 0 and slope.value * (len(seconds) - 1) >= _LEAST_DRIFT * seconds[0]
+
+
 def _slow_since(alike: Sequence[_Generation]) -> Iterator[Seen]:
     """From one generation on the usual step of each is far above that of each before."""
     ratios = {count: _rise(alike[:count], alike[count:]) for count in range(1, len(alike))}
@@ -212,7 +219,9 @@ def _slow_since(alike: Sequence[_Generation]) -> Iterator[Seen]:
         return
     count = max(ratios, key=lambda count: ratios[count])
     before, since = alike[:count], alike[count:]
-    if ratios[count] < (_LEAST_OUTLIER_RATIO if len(since) == 1 else _LEAST_RISE):
+    least = _LEAST_OUTLIER_RATIO if len(since) == 1 else _LEAST_RISE
+    # What they waited for a processor is other programs' doing.
+    if ratios[count] * (1 - _waited([one.stage for one in since])) < least:
         return
     was, usual = median(one.usual for one in before), median(one.usual for one in since)
     lost = sum((one.usual - was) * len(one.stage.steps) for one in since)
@@ -290,7 +299,7 @@ def loras_slow_down(run: Run) -> Iterator[Seen]:
             by_method.setdefault(str(stage.facts.get("method", _LORA)), []).append(stage)
     for method, alike in by_method.items():
         seconds = [stage.seconds for stage in alike]
-        if len(alike) < _FEWEST_FOR_DRIFT or _waited(alike) > MUCH_WAITED:
+        if len(alike) < _FEWEST_FOR_DRIFT or _waited(alike[len(alike) // 2 :]) > MUCH_WAITED:
             continue
         slope, lost = theil_sen(seconds), sum(max(value - seconds[0], 0.0) for value in seconds)
         grown = slope.value * (len(alike) - 1)
@@ -312,9 +321,9 @@ def loras_slow_down(run: Run) -> Iterator[Seen]:
 
 
 def _waited(stages: Sequence[Stage]) -> float:
-    """The share of the later half's time that was waited for a processor; 0 where it is not known."""
+    """The share of their time that was waited for a processor, the median; 0 where it is not known."""
     shares = []
-    for stage in stages[len(stages) // 2 :]:
+    for stage in stages:
         use = processor_use_of(stage.facts)
         waited = None if use is None else waited_seconds(use)
         shares.append(0.0 if waited is None or stage.seconds <= 0 else waited / stage.seconds)

@@ -194,3 +194,28 @@ def test_memory_that_grows_is_said_beside_steps_that_become_slower() -> None:
         "Steps became slower from generation to generation: 360 ms in the first of 8, 630 ms"
     )
     assert "Memory of the process grows by 40 MB each call, over 7 calls." in said
+
+
+@pytest.mark.parametrize("slow", [1, 2, 3])
+def test_generations_that_waited_at_the_end_alone_are_no_jump(slow: int) -> None:
+    """Another program came for the last ones: each waited for most of what it took longer."""
+    calm = [generation(5.0 * at, [0.4] * 8, waited_seconds=0.0) for at in range(9 - slow)]
+    late = [generation(5.0 * at, [0.9] * 8, waited_seconds=4.2) for at in range(9 - slow, 9)]
+    assert "series.slows_down" not in found(series(*calm, *late))
+    own = [generation(5.0 * at, [0.9] * 8, waited_seconds=0.2) for at in range(9 - slow, 9)]
+    assert ("series.slows_down" in found(series(*calm, *own))) == (slow > 1)
+
+
+def test_a_drift_that_was_waited_for_is_no_drift() -> None:
+    """3 % more each time, all of it waited for a processor, of which none waits for a quarter of its time."""
+
+    def rising(waits: bool) -> Run:
+        return series(
+            *(
+                generation(5.0 * at, [0.4 * (1 + 0.03 * at)] * 8, waited_seconds=0.096 * at if waits else 0.0)
+                for at in range(8)
+            )
+        )
+
+    assert "series.slows_down" in found(rising(False))
+    assert "series.slows_down" not in found(rising(True))

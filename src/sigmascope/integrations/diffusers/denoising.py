@@ -76,6 +76,11 @@ class Denoising:
         started_ns, last_ns = self._started, self.last_ns
         return self.steps + (started_ns is not None and last_ns is not None and last_ns >= started_ns)
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is open: the denoiser, or what works for it, was called since the last one."""
+        return self._started is not None
+
     def called(self, name: str, timestep: object) -> None:
         """Take a call of the denoiser that is about to run: the hot path.
 

@@ -210,6 +210,9 @@ class OwnGeneration:
         last: The number of the last one.
         rises: Whether timesteps rise from the first to the second; None: there is no second yet.
         turns: How often they turned from falling to rising, or from rising to falling.
+        changes: How often a timestep was another than the one before.
+        stepper: The scheduler that made the last step.
+        handovers: How often another scheduler made the next one.
         is_repeated: Whether a denoiser of unknown class was called for a second timestep.
         latents: The shape of the denoiser's latents.
         last_ns: When a call in it was last seen to end, on the recorder's clock.
@@ -233,6 +236,9 @@ class OwnGeneration:
     last: float | None = None
     rises: bool | None = None
     turns: int = 0
+    changes: int = 0
+    stepper: "Callable[[], object]" = _no_module
+    handovers: int = 0
     is_repeated: bool = False
     latents: tuple[int, ...] = ()
     last_ns: int | None = None
@@ -267,6 +273,7 @@ class OwnGeneration:
         """Note the timestep of a call that is made now."""
         last, self.last = self.last, number
         if number is not None and last is not None and number != last:
+            self.changes += 1
             rises = number > last
             if self.rises is not None and rises != self.rises:
                 self.turns += 1
@@ -603,10 +610,32 @@ class OwnLoopObserver(Observer):
             return None
         if not (self.session.is_everywhere or self._is_meant(scheduler)):
             return None
-        held = own.parts.get("scheduler")
-        if held is None or held() is not scheduler:
-            own.uses("scheduler", scheduler)
+        if own.stepper() is not scheduler:
+            self._steps_by(stack, own, scheduler)
         return stack.denoising.scheduler_began()
+
+    def _steps_by(self, stack: StageStack, own: OwnGeneration, scheduler: object) -> None:
+        """Take a step of another scheduler than the one before: its own schedule says how many there will be.
+
+        Several may have been set before the loop began. One that only follows another's steps (audio beside video) makes none.
+        """
+        own.uses("scheduler", scheduler)
+        if stack.denoising is None or not stack.denoising.is_in_step:
+            return
+        is_first, own.stepper = own.stepper() is None, weakref.ref(scheduler)
+        planned = _planned_by(scheduler)
+        if is_first:
+            if planned is not None and stack.planned_steps is not None:
+                stack.planned_steps = planned
+                stack.loop_steps = None if own.has_image else planned
+            return
+        own.handovers += 1
+        if planned is None or stack.planned_steps is None:
+            return
+        if own.handovers == 1:
+            stack.planned_steps += planned
+        elif own.handovers == 2:  # they take turns
+            stack.loop_steps = stack.planned_steps
 
     def _before_text(self, encoder: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self._stack()
@@ -800,6 +829,19 @@ def modules_at_work() -> set[str]:
     return names
 
 
+def _planned_by(scheduler: object) -> int | None:
+    """How many steps a scheduler's schedule has; None: that is not known."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    return len(timesteps) if isinstance(timesteps, Tensor) and timesteps.dim() == 1 else None
+
+
+def _is_each_once(scheduler: object) -> bool:
+    """Whether no timestep of a schedule on the CPU follows itself, as those of Heun's method do."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    is_read = isinstance(timesteps, Tensor) and timesteps.is_cpu and timesteps.dim() == 1
+    return is_read and not bool((timesteps[1:] == timesteps[:-1]).any())
+
+
 def _subclasses(kind: type) -> Iterator[type]:
     subclasses: list[type] = type.__subclasses__(kind)
     for subclass in subclasses:
@@ -815,8 +857,18 @@ def _why_unclear(own: OwnGeneration) -> str | None:
     if any(denoising.takes_turns for denoising in own.denoisings):
         names = dict.fromkeys(name for denoising in own.denoisings for name in denoising.calls)
         return f"{' and '.join(names)} were called in turn"
-    has_scheduler = any(denoising.stepped for denoising in own.denoisings)
-    return "timesteps went back and forth" if own.turns and not has_scheduler else None
+    if own.handovers > 1:
+        names = [name for name in own.parts if name.startswith("scheduler")]
+        return f"{' and '.join(names)} made steps in turn"
+    stepped = sum(denoising.stepped for denoising in own.denoisings)
+    if not stepped:
+        return "timesteps went back and forth" if own.turns else None
+    has_again = own.last is not None and own.changes + 1 < stepped
+    return (
+        "timesteps came again that the schedule has once"
+        if has_again and _is_each_once(own.stepper())
+        else None
+    )
 
 
 def _is_complete(stack: StageStack) -> bool:

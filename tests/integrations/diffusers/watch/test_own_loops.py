@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverSinglestepScheduler,
+    HeunDiscreteScheduler,
+)
 from tests.families import generate, make_pipeline
 from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor, nn
@@ -572,6 +577,73 @@ def test_two_loops_on_one_model_are_said_to_be_unclear() -> None:
         for step in (40, 30, 40, 30, 20, 10, 20, 10):
             model(torch.ones(1, 3, 8, 8), torch.tensor([step]))
     assert unclear(run) == ["timesteps went back and forth"]
+
+
+@torch.no_grad()
+def on_one_model(*lengths: int, is_in_turn: bool, is_shared: bool = False) -> None:
+    """Loops on one model, whose schedules are all set before the first of them begins."""
+    model = Plain()
+    schedulers = [DDIMScheduler() for _ in lengths]
+    schedulers = schedulers[:1] * len(lengths) if is_shared else schedulers
+    for scheduler, length in zip(schedulers, lengths, strict=True):
+        scheduler.set_timesteps(length)
+    latents = [torch.ones(1, 3, 8, 8) for _ in lengths]
+    order = [(step, loop) for loop, length in enumerate(lengths) for step in range(length)]
+    for step, loop in sorted(order) if is_in_turn else order:
+        timestep = schedulers[loop].timesteps[step]
+        noise = model(latents[loop], timestep[None])
+        latents[loop] = schedulers[loop].step(noise, timestep, latents[loop]).prev_sample
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (4, 6), (6, 4)])
+def test_loops_on_one_model_whose_schedulers_step_in_turn_are_said_to_be_unclear(
+    lengths: tuple[int, int],
+) -> None:
+    with sigmascope.watch() as run:
+        on_one_model(*lengths, is_in_turn=True)
+    assert [len(stage.steps) for stage in run.record().walk() if stage.name == "denoising"] == [sum(lengths)]
+    assert unclear(run) == ["scheduler and scheduler_2 made steps in turn"]
+
+
+def test_loops_in_turn_that_share_a_scheduler_are_said_to_be_unclear() -> None:
+    with sigmascope.watch() as run:
+        on_one_model(4, 4, is_in_turn=True, is_shared=True)
+    assert set(unclear(run)) == {"timesteps came again that the schedule has once"}
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (4, 6), (6, 4)])
+def test_loops_one_after_another_have_the_steps_of_their_own_schedules(lengths: tuple[int, int]) -> None:
+    with sigmascope.watch() as run:
+        on_one_model(*lengths, is_in_turn=False)
+    assert [len(stage.steps) for stage in run.record().walk() if stage.name == "denoising"] == [*lengths]
+    assert unclear(run) == []
+
+
+@pytest.mark.parametrize("kind", [HeunDiscreteScheduler, DPMSolverSinglestepScheduler])
+def test_a_schedule_that_names_a_timestep_twice_is_one_loop(kind: Any) -> None:
+    model, scheduler = Plain(), kind()
+    with sigmascope.watch() as run, torch.no_grad():
+        scheduler.set_timesteps(4)
+        latents = torch.ones(1, 3, 8, 8)
+        for timestep in scheduler.timesteps:
+            latents = scheduler.step(model(latents, timestep[None]), timestep, latents).prev_sample
+    assert len(run.stage("denoising").steps) == len(scheduler.timesteps)
+    assert unclear(run) == []
+
+
+def test_a_scheduler_that_only_follows_another_s_steps_makes_none() -> None:
+    """Sound beside pictures: one call of the model, and a scheduler for each."""
+    model, first, second = Plain(), DDIMScheduler(), DDIMScheduler()
+    with sigmascope.watch() as run, torch.no_grad():
+        for scheduler in (first, second):
+            scheduler.set_timesteps(4)
+        latents = torch.ones(1, 3, 8, 8)
+        for timestep in first.timesteps:
+            noise = model(latents, timestep[None])
+            latents = first.step(noise, timestep, latents).prev_sample
+            second.step(noise, timestep, latents)
+    assert [len(stage.steps) for stage in run.record().walk() if stage.name == "denoising"] == [4]
+    assert unclear(run) == []
 
 
 @pytest.mark.parametrize("apart", [0, 5])
