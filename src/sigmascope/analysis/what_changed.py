@@ -33,6 +33,7 @@ from sigmascope.analysis.recipe import (
     used_by_others,
 )
 from sigmascope.analysis.run_comparison import (
+    MAX_GROWTH,
     USUAL,
     FigureComparison,
     Limits,
@@ -60,20 +61,22 @@ _PER_PICTURE: Final = ("batch_size", *_PIXELS)
 _MACHINE: Final = re.compile(
     rf"processor.*|{FAULTS}|{READ}|{COLLECTED}|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
     r"[a-z]+:\d+( driver)?|autocast|gradients|float32 matmul precision|TF32 .*|cuDNN .*|deterministic algorithms|oneDNN|"
-    rf"SDPA kernels|default dtype|train mode|hooks on all modules|{ENVIRONMENT}"
+    rf"SDPA kernels|default dtype|train mode|hooks on all modules|library functions|{ENVIRONMENT}"
 )
 _BELONGS_TO: Final = {
     "text_encoding": re.compile(
         r".*prompt.*|.*_embeds|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
     ),
     "model_sampling": re.compile(r"scheduler.*|num_inference_steps|sigmas|timesteps"),
-    "latent_encoding": re.compile(r"vae.*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)),
+    "latent_encoding": re.compile(
+        r"vae.*|\w+_processor .*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)
+    ),
     "denoising": re.compile(
-        r"scheduler.*|seed|generator .*|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
+        r"scheduler.*|seed|generator .*|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|pipeline (?!methods).*|"
         rf"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|{COMPILED}|"
         + "|".join(_AMOUNTS_OF_WORK)
     ),
-    "latent_decoding": re.compile(r"vae.*|output_type|" + "|".join(_PER_PICTURE)),
+    "latent_decoding": re.compile(r"vae.*|\w+_processor .*|output_type|" + "|".join(_PER_PICTURE)),
 }
 """By stage, the entries of a recipe that act in it first."""
 
@@ -171,10 +174,13 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     is_mentioned = any(change in text for change in changes) or (callback != "" and callback in text)
     if changes and not is_mentioned:
         sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
+    is_only = time is None and not (text or changes)
     rest = (
         []
         if total is None
-        else _other_figures(total, new, baseline, rows, recipe, limits, is_told=time is not None)
+        else _other_figures(
+            total, new, baseline, rows, recipe, limits, is_told=time is not None, is_only=is_only
+        )
     )
     if time is None and not rest and (text or changes):
         rest = ["Times are as before."]
@@ -360,6 +366,7 @@ def _other_figures(
     limits: Limits,
     *,
     is_told: bool,
+    is_only: bool,
 ) -> list[str]:
     """What the table holds beside the time of the whole run: a part's time, a peak of memory, what is undecided.
 
@@ -371,14 +378,17 @@ def _other_figures(
         recipe: What differs.
         limits: What is noise.
         is_told: Whether the time of the whole run, or why it cannot be compared, is told already.
+        is_only: Whether there is nothing else to tell.
     """
     compared, _ = compare_run_sets(new, baseline, limits=limits)
     parts = [figure for figure in compared if figure.name != total.name]
     told, is_open = [], [total, *parts]
     for unit in ("bytes",) if is_told else ("seconds", "bytes"):
         changed = [figure for figure in parts if figure.unit == unit and figure.has_changed]
-        if changed:
-            told.append(_part_in_words(max(changed, key=_difference_of), total, rows, recipe))
+        largest = max(changed, key=_difference_of, default=None)
+        # A process's memory creeps: a little of it is told where nothing else is.
+        if largest is not None and (unit == "seconds" or is_only or _is_notable(largest)):
+            told.append(_part_in_words(largest, total, rows, recipe))
     if is_told:
         is_open = [figure for figure in parts if figure.unit == "bytes"]
     is_open = [figure for figure in is_open if figure.undecided is not None]
@@ -387,6 +397,10 @@ def _other_figures(
         name = "the whole time" if figure is total else figure.name
         told.append(f"A change of {name} by {_growth(figure)} cannot be told from noise: {figure.undecided}.")
     return told
+
+
+def _is_notable(peak: FigureComparison) -> bool:
+    return peak.ratio is None or abs(peak.ratio - 1) > MAX_GROWTH
 
 
 def _difference_of(figure: FigureComparison) -> float:

@@ -1,5 +1,6 @@
 """What decides a call's output is in its recipe, and a comparison names it: switches, modes, hooks, arguments, schedules."""
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from tests.families.pipelines import generate, make_pipeline
 
 import sigmascope
@@ -173,8 +175,82 @@ class Planted(NamedTuple):
     call: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
+@contextmanager
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute that is there already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+def other_setting(pipe: Any) -> AbstractContextManager[None]:
+    clipping = type(pipe.scheduler).from_config(pipe.scheduler.config, thresholding=True)
+    return swapped(pipe, "scheduler", clipping)
+
+
+def other_tokens(pipe: Any) -> AbstractContextManager[None]:
+    tokenizer = copy.deepcopy(pipe.tokenizer)
+    tokenizer.add_tokens(["<fox>"])
+    return swapped(pipe, "tokenizer", tokenizer)
+
+
+def a_third_more(*args: Any, **kwargs: Any) -> Any:
+    return 1.3 * PLAIN_ATTENTION(*args, **kwargs)
+
+
+def faster(kind: Any, name: str) -> AbstractContextManager[None]:
+    """A method of a library's class in whose place a program puts its own, under the same name."""
+    plain = getattr(kind, name)
+
+    @functools.wraps(plain)
+    def cached(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    return swapped(kind, name, cached)
+
+
+def seamless(pipe: Any) -> AbstractContextManager[None]:
+    return swapped(pipe.unet.conv_in, "padding_mode", "circular")
+
+
+PLAIN_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 LATENTS = torch.zeros(1, 4, 4, 4)
 PLANTED = {
+    "a setting of the scheduler": Planted("scheduler thresholding False → True", other_setting),
+    "tokens": Planted("tokenizer vocabulary 625 tokens", other_tokens),
+    "a side to pad on": Planted(
+        "tokenizer padding_side right → left", lambda pipe: swapped(pipe.tokenizer, "padding_side", "left")
+    ),
+    "attention by another library": Planted(
+        "library functions none → functional.scaled_dot_product_attention by a_third_more",
+        lambda pipe: swapped(torch.nn.functional, "scaled_dot_product_attention", a_third_more),
+    ),
+    "a method of the denoiser's class": Planted(
+        "library functions none → UNet2DConditionModel.forward by cached (",
+        lambda pipe: faster(type(pipe.unet), "forward"),
+    ),
+    "a step of the scheduler's class": Planted(
+        "library functions none → DDIMScheduler.step by cached (test_surroundings.py:",
+        lambda pipe: faster(type(pipe.scheduler), "step"),
+    ),
+    "a function of the pipeline's module": Planted(
+        "library functions none → pipeline_stable_diffusion.randn_tensor by cached (",
+        lambda pipe: faster(sys.modules[type(pipe).__module__], "randn_tensor"),
+    ),
+    "pictures without seams": Planted("unet padding_mode zeros → circular, zeros", seamless),
+    "an epsilon": Planted(
+        "unet eps 1e-05, 1e-06 → 0.5, 1e-05, 1e-06", lambda pipe: swapped(pipe.unet.conv_norm_out, "eps", 0.5)
+    ),
+    "a factor of the pipeline": Planted(
+        "pipeline vae_scale_factor 2 → 4", lambda pipe: swapped(pipe, "vae_scale_factor", 4)
+    ),
+    "an image processor": Planted(
+        "image_processor do_normalize True → False",
+        lambda pipe: swapped(pipe, "image_processor", VaeImageProcessor(2, do_normalize=False)),
+    ),
+    "the scheduler's first noise": Planted(
+        "scheduler init_noise_sigma 1.0 → 0.9", lambda pipe: swapped(pipe.scheduler, "init_noise_sigma", 0.9)
+    ),
     "latents": Planted("latents none → 1×4×4×4 float32 ", call={"latents": LATENTS}),
     "a scale of LoRAs": Planted(
         "cross_attention_kwargs none → with scale", call={"cross_attention_kwargs": {"scale": 0.5}}
@@ -257,6 +333,17 @@ def test_the_environment_s_switches_are_named_and_its_secrets_are_not_read(
     found = surroundings.surroundings_of(pipe)
     assert found["NVIDIA_TF32_OVERRIDE"] == "0"
     assert "hf_secret" not in str(found)
+
+
+def test_no_function_of_a_library_is_taken_for_a_replaced_one(pipe: Any) -> None:
+    """What this package has put on their classes is none, and what decorators of libraries are made of neither."""
+    with sigmascope.watch(pipe):
+        assert surroundings.surroundings_of(pipe)["library functions"] == "none"
+
+
+def test_no_text_on_a_pipeline_is_read(pipe: Any) -> None:
+    with swapped(pipe, "vae_scale_factor", "a secret cat"):
+        assert "secret" not in str(surroundings.surroundings_of(pipe))
 
 
 def test_what_a_start_script_sets_for_the_c_library_s_memory_is_read_without_paths(

@@ -838,8 +838,9 @@ def _planned_by(scheduler: object) -> int | None:
 def _is_each_once(scheduler: object) -> bool:
     """Whether no timestep of a schedule on the CPU follows itself, as those of Heun's method do."""
     timesteps = getattr(scheduler, "timesteps", None)
-    is_read = isinstance(timesteps, Tensor) and timesteps.is_cpu and timesteps.dim() == 1
-    return is_read and not bool((timesteps[1:] == timesteps[:-1]).any())
+    if not (isinstance(timesteps, Tensor) and timesteps.is_cpu and timesteps.dim() == 1):
+        return False
+    return not bool((timesteps[1:] == timesteps[:-1]).any())
 
 
 def _subclasses(kind: type) -> Iterator[type]:
@@ -858,8 +859,8 @@ def _why_unclear(own: OwnGeneration) -> str | None:
         names = dict.fromkeys(name for denoising in own.denoisings for name in denoising.calls)
         return f"{' and '.join(names)} were called in turn"
     if own.handovers > 1:
-        names = [name for name in own.parts if name.startswith("scheduler")]
-        return f"{' and '.join(names)} made steps in turn"
+        schedulers = [name for name in own.parts if name.startswith("scheduler")]
+        return f"{' and '.join(schedulers)} made steps in turn"
     stepped = sum(denoising.stepped for denoising in own.denoisings)
     if not stepped:
         return "timesteps went back and forth" if own.turns else None

@@ -324,19 +324,6 @@ _DENOISER_NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "p
 _HELPER_PREFIX: Final = "controlnet"
 """Where they keep what is called before the denoiser, for each of its calls or steps."""
 SCHEDULE_STAGE = "model_sampling"
-_SCHEDULE_SETTINGS: Final = (
-    "prediction_type",
-    "beta_schedule",
-    "timestep_spacing",
-    "shift",
-    "flow_shift",
-    "use_dynamic_shifting",
-    "use_karras_sigmas",
-    "use_flow_sigmas",
-    "solver_order",
-    "algorithm_type",
-    "num_train_timesteps",
-)
 
 
 class DenoiserObserver(Observer):
@@ -438,7 +425,11 @@ def schedule_facts(scheduler: object) -> dict[str, Any]:
     """The schedule as it is set: its class, settings, timesteps and sigmas. Nothing waits for an accelerator."""
     config = getattr(scheduler, "config", None) or {}
     facts: dict[str, Any] = {"scheduler": type(scheduler).__name__}
-    facts["settings"] = {name: config[name] for name in _SCHEDULE_SETTINGS if config.get(name) is not None}
+    facts["settings"] = {
+        name: value
+        for name, value in config.items()
+        if isinstance(value, bool | int | float | str) and not name.startswith("_")
+    }
     for name in ("timesteps", "sigmas"):
         values = getattr(scheduler, name, None)
         if values is not None:

@@ -6,13 +6,15 @@ holds a secret.
 """
 
 import functools
+import inspect
 import os
 import re
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -21,7 +23,7 @@ from xxhash import xxh3_64_hexdigest
 
 from sigmascope.integrations.diffusers.recipe import models_in
 from sigmascope.probes.models import components_of
-from sigmascope.probes.module_tree import tree_of
+from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.reading import attempt
 
 ENVIRONMENT: Final = (
@@ -40,6 +42,25 @@ ENVIRONMENT: Final = (
 """Switches of the libraries, and of the C library's memory, that change speed or numbers."""
 _PATHS: Final = "LD_PRELOAD"
 """Of its values the names of the files are kept."""
+_OF_TOKENIZER: Final = ("model_max_length", "padding_side", "truncation_side", "pad_token")
+_TOKENS_LOOKED_AT: Final = 64
+_OF_MODULE: Final = (
+    "padding_mode",
+    "eps",
+    "scale",
+    "scaling",
+    "rescale_output_factor",
+    "upcast_attention",
+    "upcast_softmax",
+)
+"""Settings that scripts write on a model's modules."""
+_PLAIN: Final = (bool, int, float, str)
+_OF_TORCH: Final = frozenset(("torch", "torch.nn.functional"))
+"""Modules that hold functions of PyTorch alone."""
+_OWN_FOLDER: Final = str(PurePath(__file__).parents[2])
+_STANDARD: Final = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED: Final = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep})
+_TYPED_IN: Final = ("<stdin>", "<ipython")
 _LONGEST: Final = 60
 _MOST_NAMED: Final = 4
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -48,6 +69,7 @@ _LIBRARIES: Final = ("torch", "diffusers", "transformers", "accelerate", "peft")
 """Their versions are in every record."""
 _FACTORS: Final = ("scaling_factor", "shift_factor")
 """Of a VAE's configuration: what pipelines multiply latents by."""
+_NUMBERS: Final = ("init_noise_sigma",)
 _TABLES: Final = ("betas", "alphas_cumprod")
 """What a scheduler made of its configuration, from which each schedule is taken."""
 _CPU: Final = torch.device("cpu")
@@ -106,6 +128,10 @@ def surroundings_of(pipeline: object, switches: Mapping[str, str] | None = None)
         found |= attempt(lambda name=name, module=module: dict(_of_model(name, module))).value or {}  # type: ignore[misc]
     found |= attempt(lambda: dict(_of_tokenizers(pipeline))).value or {}
     found |= attempt(lambda: dict(_of_parts(pipeline))).value or {}
+    found |= attempt(lambda: dict(_of_pipeline(pipeline))).value or {}
+    replaced = attempt(lambda: _in_libraries(pipeline, models))
+    if replaced.value is not None:
+        found["library functions"] = _in_words(replaced.value)
     patched = attempt(lambda: dict(_patched(pipeline)))
     if patched.value is not None:
         found["pipeline methods"] = _in_words(patched.value)
@@ -147,6 +173,7 @@ def _of_model(name: str, model: nn.Module) -> Iterator[tuple[str, str]]:
         ("foreign modules", foreign),
     ):
         yield f"{name} {what}", _in_words(counts)
+    yield from _of_modules(name, tree)
 
 
 def _foreign_classes(model: nn.Module, modules: Sequence[nn.Module]) -> dict[str, int]:
@@ -217,16 +244,116 @@ def _name_of(called: Any) -> str | None:
     name = str(getattr(function, "__qualname__", type(called).__qualname__))
     code = getattr(function, "__code__", None)
     library, _, _ = place.partition(".")
-    if code is None or library in _LIBRARIES:
+    if code is None or (library in _LIBRARIES and code.co_filename.startswith(_roots())):
         return f"{library}.{name}"
+    if library in _LIBRARIES:  # it has the name of what it replaced, as `functools.wraps` gives it
+        name = code.co_name
     return f"{name.rsplit('<locals>.', 1)[-1]} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def _of_tokenizers(pipeline: object) -> Iterator[tuple[str, str]]:
+    """Limits, special tokens and vocabulary, of which some tokens are taken as of a model's weights."""
     for name, part in (components_of(pipeline) or {}).items():
-        longest = getattr(part, "model_max_length", None) if "tokenizer" in str(name) else None
-        if isinstance(longest, int):
-            yield f"{name} model_max_length", str(longest)
+        if "tokenizer" not in str(name) or part is None:
+            continue
+        for key in _OF_TOKENIZER:
+            value = getattr(part, key, None)
+            if isinstance(value, int | str):
+                yield f"{name} {key}", _short(value)
+        if _library_of(type(part)) == "transformers":
+            tokens = attempt(lambda part=part: _vocabulary_of(part))  # type: ignore[misc]
+            if tokens.value is not None:
+                yield f"{name} vocabulary", tokens.value
+
+
+def _vocabulary_of(tokenizer: Any) -> str:
+    size = len(tokenizer)
+    some = range(0, size, max(1, size // _TOKENS_LOOKED_AT))
+    added = sorted(map(str, getattr(tokenizer, "added_tokens_encoder", {}).items()))
+    tokens = repr((tokenizer.convert_ids_to_tokens(list(some)), added))
+    return f"{size} tokens {xxh3_64_hexdigest(tokens.encode())}"
+
+
+def _of_pipeline(pipeline: Any) -> Iterator[tuple[str, str]]:
+    """What a pipeline itself calculates with: the numbers that its class gives it, and how its image processors are set."""
+    given = {
+        name
+        for kind in type(pipeline).__mro__
+        if (code := getattr(inspect.unwrap(vars(kind).get("__init__", str)), "__code__", None)) is not None
+        for name in code.co_names
+    }
+    for name, value in list(vars(pipeline).items()):
+        if name not in given or name.startswith("_"):
+            continue
+        if isinstance(value, int | float):
+            yield f"pipeline {name}", _short(value)
+        elif _library_of(type(value)) == "diffusers" and name.endswith("processor"):
+            for key, held in getattr(value, "config", {}).items():
+                if isinstance(held, int | float | str) and not key.startswith("_"):
+                    yield f"{name} {key}", _short(held)
+
+
+def _of_modules(name: str, tree: ModuleTree) -> Iterator[tuple[str, str]]:
+    """Settings of a model's modules, each value once: what a script may write on them in place."""
+    owns = tree.own
+    places = tree.derive(
+        "settings",
+        lambda: {key: [at for at, own in enumerate(owns) if key in own] for key in _OF_MODULE},
+    )
+    for key, holders in places.items():
+        values = {value for at in holders if type(value := owns[at].get(key)) in _PLAIN}
+        if values:
+            yield f"{name} {key}", _short(", ".join(sorted(map(str, values))))
+
+
+def _in_libraries(pipeline: object, models: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Functions of the libraries that a program has replaced: on their classes that work here, and in their modules."""
+    kinds: set[type] = {type(part) for part in (pipeline, *(components_of(pipeline) or {}).values())}
+    for model in models.values():
+        tree = tree_of(model)
+        kinds |= set(map(type, tree.modules))
+        kinds |= {type(own["processor"]) for own in tree.own if own.get("processor") is not None}
+    kinds = {base for kind in kinds for base in kind.__mro__ if _library_of(base) in _LIBRARIES}
+    modules = {kind.__module__ for kind in kinds} | _OF_TORCH
+    found: dict[str, int] = {}
+    roots = _roots()
+    for kind in kinds:
+        for name, held in list(vars(kind).items()):
+            _count(found, _replacement(f"{kind.__name__}.{name}", held, roots))
+    for place in modules:
+        all_roots = roots if place in _OF_TORCH else (*roots, *_INSTALLED)
+        for name, held in list(vars(sys.modules[place]).items()) if place in sys.modules else ():
+            _count(found, _replacement(f"{place.rpartition('.')[2]}.{name}", held, all_roots))
+    return found
+
+
+def _replacement(name: str, held: object, roots: tuple[str, ...]) -> str | None:
+    """What stands in a library's function's place, if its code is not from these folders."""
+    code = _code_of(held)
+    if code is None or code.co_filename.startswith(roots):
+        return None
+    if code.co_filename.startswith("<") and not code.co_filename.startswith(_TYPED_IN):
+        return None
+    return f"{name} by {code.co_name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def _code_of(held: object) -> CodeType | None:
+    """A function's code, without this package's part in it."""
+    if isinstance(held, classmethod | staticmethod):
+        held = held.__func__
+    while type(held) is FunctionType and held.__code__.co_filename.startswith(_OWN_FOLDER):
+        held = vars(held).get("__wrapped__")
+    return held.__code__ if type(held) is FunctionType else None
+
+
+def _roots() -> tuple[str, ...]:
+    """Where the code of the libraries lies, and what they decorate their functions with."""
+    names = (*_LIBRARIES, "huggingface_hub", "typing_extensions")
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
+    return (
+        _STANDARD,
+        *(f"{PurePath(file).parent if '__init__' in file else file}" for file in files if file),
+    )
 
 
 def _of_parts(pipeline: object) -> Iterator[tuple[str, str]]:
@@ -244,6 +371,9 @@ def _of_parts(pipeline: object) -> Iterator[tuple[str, str]]:
             yield f"{name} tiles", _short(", ".join(f"{key[5:]} {tiles[key]}" for key in sorted(tiles)))
         if not isinstance(part, nn.Module):
             yield f"{name} methods", _in_words(dict(_patched(part)))
+            for key in _NUMBERS:
+                if isinstance(value := getattr(part, key, None), int | float):
+                    yield f"{name} {key}", _short(value)
             for key in _TABLES:
                 table = getattr(part, key, None)
                 if isinstance(table, Tensor) and table.device == _CPU:
