@@ -7,7 +7,7 @@ Pairs: a loop of convolutions runs in turn as it is and with one call in ten mor
 `sigmascope bench` repeats it. Each side is compared as `sigmascope compare` does it, by its first sentence (the whole run) and by the rows of its table (stage and
 step): a side as it is with the one before it, for false alarms, and a slower side with the one as it is before it. Beside
 other programs there is a process for each processor that never rests; it ends with this one. A difference is *found*
-(unchanged: *accused*), *not comparable*, since the runs waited for a processor, or *denied* (unchanged: *as before*).
+(unchanged: *accused*), *not comparable*, since the runs waited for a processor, *undecided*, or *denied* (unchanged: *as before*).
 
 Draws: a small UNet denoises in turn as it is (A) and with a step that takes some per cent longer (B: after each call the host
 waits for that share of the call's time). Then, many times, as many runs as one would make are drawn and checked: A
@@ -131,7 +131,7 @@ import os, sys
 while os.getppid() == int(sys.argv[1]):
     sum(range(100_000))
 """
-OUTCOMES = ("found", "not comparable", "denied")
+OUTCOMES = ("found", "not comparable", "undecided", "denied")
 UNCHANGED = {"found": "accused", "denied": "as before"}
 """What the same is called where nothing was planted."""
 
@@ -190,6 +190,8 @@ def outcome(compared: FigureComparison) -> str:
     """What is said of one figure: one of `OUTCOMES`."""
     if not compared.is_comparable:
         return "not comparable"
+    if compared.undecided is not None:
+        return "undecided"
     return "denied" if compared.is_noise else "found"
 
 
