@@ -113,6 +113,14 @@ class Checkpoint(ABC):
         """
         return self._read(self.info(key))
 
+    def tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Read several tensors, which may share memory: keep none of them without the others.
+
+        Raises:
+            CheckpointError: There is no such key, or its bytes cannot be read.
+        """
+        return {key: self.tensor(key) for key in keys}
+
     def tensor_into(self, key: str, buffer: Tensor) -> Tensor:
         """Read one tensor into a buffer that the caller reuses: fresh memory costs a page fault every 4 KiB.
 

@@ -98,6 +98,7 @@ _MIN_DATA_TO_PADDING = 64
 ALIGNMENT = 8
 _ENTRY_BYTES = 160  # dtype, up to six sizes of seven digits, two offsets of fifteen
 _COPY_BYTES = 8 * 2**20
+_MOST_BYTES_OF_A_RUN = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +295,23 @@ class SafetensorsCheckpoint(Checkpoint):
         self._stream = stream
         super().__init__(path, infos, self.header.metadata, skipped)
 
+    def tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Read several tensors; those of one type that lie side by side in the file are read at once."""
+        infos = {key: self.info(key) for key in keys}
+        entries = sorted((self.header.tensors[key] for key in infos), key=lambda entry: entry.begin)
+        found: dict[str, Tensor] = {}
+        for run in _runs(entries):
+            dtype, nbytes = infos[run[0].name].dtype, run[-1].end - run[0].begin
+            if len(run) == 1 or self._stream.closed:
+                found[run[0].name] = self.tensor(run[0].name)
+                continue
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            read_exactly(self._stream, self.path, run[0].name, self.header.data_start + run[0].begin, buffer)
+            sizes = [entry.nbytes // dtype.itemsize for entry in run]
+            for entry, part in zip(run, buffer.view(dtype).split(sizes), strict=True):
+                found[entry.name] = part.view(infos[entry.name].shape)
+        return {key: found[key] for key in infos}
+
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         if self._stream.closed:
             raise self._closed()
@@ -314,6 +332,19 @@ class SafetensorsCheckpoint(Checkpoint):
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
+
+
+def _runs(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Those of one type that follow each other without a gap, together, as far as memory for them is no matter."""
+    run: list[TensorEntry] = []
+    for entry in entries:
+        is_next = run and entry.begin == run[-1].end and entry.dtype == run[0].dtype
+        if run and not (is_next and entry.end - run[0].begin <= _MOST_BYTES_OF_A_RUN):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
 
 
 def _torch_view(header: SafetensorsHeader) -> tuple[dict[str, TensorInfo], dict[str, str]]:

@@ -326,6 +326,7 @@ def _made_by(lora: LoraFile, recipes: Mapping[str, _Recipe], weights: Weights | 
         modules=LazyDict(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
         changes=LazyDict(others, lambda of: _change_by_recipe(lora, *of, weights)),
         facts={layer: _facts_by_recipe(lora, recipe) for layer, recipe in recipes.items()},
+        source=None,
     )
 
 

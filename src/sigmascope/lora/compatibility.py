@@ -6,11 +6,11 @@ module that changes nothing, `MismatchReasons` says why, the likeliest reason fi
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import fsum
+from math import fsum, isfinite
 from os import PathLike
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -21,14 +21,14 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint, shard_of
 from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import align, layout_for
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import LoraFactors, scale_of_factors
 from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, is_layer_of, layout_of
 from sigmascope.lora.families.known import PARTS_BY_ENCODER
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.file_family import FileFamily, file_family, title_of
 from sigmascope.lora.kinds.fused import Weights
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
-from sigmascope.lora.linalg import same_matrix
+from sigmascope.lora.linalg import as_float64, same_matrix
 from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, parse_name
 from sigmascope.lora.reader import lora_in
 from sigmascope.lora.verdict import (
@@ -87,8 +87,26 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
         if not isinstance(lora, LoraFile):
             path = str(lora)
         with _opened(lora) as (file, keys):
-            base = model.path if isinstance(model, Checkpoint) else None
-            return _module_verdicts(file, keys, shapes_of(model), path, values, base)
+            return judge_opened(file, keys, model, path, values=values)
+    except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
+        return LoraVerdict(path, error=error_text(error), findings=(unreadable(error),))
+
+
+def judge_opened(
+    lora: LoraFile, keys: tuple[str, ...], model: Model, path: str | None, *, values: bool = True
+) -> LoraVerdict:
+    """`judge_lora` of a file that is open already.
+
+    Args:
+        lora: In the file.
+        keys: All of the file's.
+        model: See `judge_lora`.
+        path: What the verdict says of where it is.
+        values: See `judge_lora`.
+    """
+    try:
+        base = model.path if isinstance(model, Checkpoint) else None
+        return _module_verdicts(lora, keys, shapes_of(model), path, values, base)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return LoraVerdict(path, error=error_text(error), findings=(unreadable(error),))
 
@@ -199,7 +217,8 @@ def _module_verdicts(
     reasons = MismatchReasons(lora, placing, family, incomplete_base(shapes, base))
     modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in lora.names)
     if values:
-        modules = tuple(_with_values(lora, module, keys) for module in modules)
+        stated = _Stated(lora, {*keys})
+        modules = tuple(_with_values(lora, module, stated) for module in modules)
     known = placing.layout.family
     verdict = LoraVerdict(
         path=path,
@@ -427,21 +446,61 @@ def _module_verdict(
     )
 
 
-def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -> ModuleVerdict:
+def _with_values(lora: LoraFile, module: ModuleVerdict, stated: "_Stated") -> ModuleVerdict:
     """The module with its norm, alpha and scale; if its numbers are not finite, only that is added."""
     name = module.name
+    product = stated.norms.get(name)
     try:
+        if product is not None and isfinite(product):
+            alpha, rank = lora.alpha_of(name), lora.rank_of(name) or 1
+            scale = scale_of_factors(alpha, rank, lora.shape_of(name))
+            norm = abs(scale) * product
+            return replace(
+                module, finite=True, norm=norm, alpha=stated.alpha(name, alpha, rank, scale), scale=scale
+            )
         change = lora.change(name)
-        norm = _norm_of(change)
+        norm_there = _norm_of(change)
         if not isinstance(change, LoraFactors):
-            return replace(module, finite=True, norm=norm)
+            return replace(module, finite=True, norm=norm_there)
     except NonFiniteError:
         return replace(module, finite=False)
-    has_alpha = f"{lora.stored_names.get(name, name)}.alpha" in keys or (
-        not keys and change.alpha != change.rank
-    )
-    stated = change.alpha if has_alpha or change.scale != 1.0 else None
-    return replace(module, finite=True, norm=norm, alpha=stated, scale=change.scale)
+    alpha_there = stated.alpha(name, change.alpha, change.rank, change.scale)
+    return replace(module, finite=True, norm=norm_there, alpha=alpha_there, scale=change.scale)
+
+
+class _Stated:
+    """What a file says of its modules' numbers.
+
+    Args:
+        lora: In the file.
+        keys: All of the file's; none of a LoRA in memory.
+    """
+
+    def __init__(self, lora: LoraFile, keys: Collection[str]) -> None:
+        self._keys = keys
+        self._stored_names = lora.stored_names
+        self.norms = _norms_of_products(lora)
+
+    def alpha(self, name: str, alpha: float, rank: int, scale: float) -> float | None:
+        """The alpha, if it is stated, or tells something."""
+        if self._keys:
+            is_stated = f"{self._stored_names.get(name, name)}.alpha" in self._keys
+        else:
+            is_stated = alpha != rank
+        return alpha if is_stated or scale != 1.0 else None
+
+
+def _norms_of_products(lora: LoraFile) -> dict[str, float]:
+    """‖up · down‖ of the modules that are read together; NaN or Inf where a factor has one.
+
+    ‖up · down‖² = Σ (upᵀup) ∘ (down·downᵀ): if a number is not finite, its square makes a sum so, and the norm.
+    """
+    norms: dict[str, float] = {}
+    for names, ups, downs in lora.stacks(lora.names):
+        wide_ups, wide_downs = as_float64(ups), as_float64(downs)
+        squares = ((wide_ups.mT @ wide_ups) * (wide_downs @ wide_downs.mT)).sum((1, 2))
+        norms |= zip(names, squares.clamp(min=0.0).sqrt().tolist(), strict=True)
+    return norms
 
 
 def place(

@@ -42,6 +42,13 @@ CANCELLATION_SHARE: Final = 1e-10
 """Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
 
 
+def scale_of_factors(alpha: float, rank: int, weight_shape: Sequence[int]) -> float:
+    """As `LoraFactors.scale`."""
+    if alpha > rank and alpha >= _SMALLEST_STORED_FULL_RANK and rank >= min(matrix_shape(weight_shape)):
+        return 1.0
+    return alpha / rank
+
+
 @dataclass(frozen=True, eq=False)
 class LoraFactors:
     """ΔW = scale · up · down, for one weight.
@@ -96,10 +103,7 @@ class LoraFactors:
         Tools that are asked for "rank 9999" may store alpha 9999 with factors of rank min(out, in), the most that
         there is. Those factors are already the whole change.
         """
-        holds_everything = self.rank >= min(matrix_shape(self.weight_shape))
-        if holds_everything and self.alpha > self.rank and self.alpha >= _SMALLEST_STORED_FULL_RANK:
-            return 1.0
-        return self.alpha / self.rank
+        return scale_of_factors(self.alpha, self.rank, self.weight_shape)
 
     @property
     def parameters(self) -> int:

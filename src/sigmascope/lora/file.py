@@ -10,11 +10,14 @@ sorts it and runs none of it.
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.checkpoints.checkpoint import is_folder, is_same_file
@@ -62,6 +65,32 @@ class ModuleFacts(NamedTuple):
     parameters: int
 
 
+class StackedFactors(NamedTuple):
+    """Plain factors of modules whose factors have the same shapes and dtypes, as they are stored, finite or not.
+
+    Attributes:
+        names: Of the modules.
+        ups: (modules, out, rank).
+        downs: (modules, rank, in·kh·kw).
+    """
+
+    names: tuple[str, ...]
+    ups: Tensor
+    downs: Tensor
+
+
+class PlainSource(ABC):
+    """What reads the plain factors of an open file by the names of modules, several at once."""
+
+    @abstractmethod
+    def alpha(self, name: str) -> float:
+        """As `LoraFactors.alpha`; raises what reading the module does, as far as its alpha is concerned."""
+
+    @abstractmethod
+    def stacks(self, names: Iterable[str]) -> Iterator[StackedFactors]:
+        """The factors of these modules, without those that take more than reading two tensors."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoraFile:
     """The weight changes of one LoRA, and where they come from.
@@ -78,6 +107,7 @@ class LoraFile:
         facts: Of each module and change that is still in its file; empty for a LoRA in memory.
         stored_names: What the file calls the modules whose names had a wrapper before the layer's path, which is not part
             of the names here (`module_names.unwrapped`).
+        source: What reads plain factors, where the modules are still in their file as they are here.
     """
 
     modules: Modules
@@ -88,6 +118,7 @@ class LoraFile:
     changes: Changes = field(default_factory=dict)
     facts: Mapping[str, ModuleFacts] = field(default_factory=dict)
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    source: PlainSource | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,6 +168,23 @@ class LoraFile:
             NonFiniteError: It holds NaN or Inf.
         """
         return self.modules[name] if name in self.modules else self.changes[name]
+
+    def alpha_of(self, name: str) -> float:
+        """The alpha of plain factors, which are not read where that can be told without.
+
+        Raises:
+            KeyError: There is no module of that name.
+            NonFiniteError: alpha is NaN or infinite, or the factors had to be read and hold NaN or Inf.
+            LoraFormatError: alpha is not a number.
+        """
+        return self.modules[name].alpha if self.source is None else self.source.alpha(name)
+
+    def stacks(self, names: Iterable[str]) -> Iterator[StackedFactors]:
+        """The factors of these modules, read together; `modules` has those that are left out.
+
+        At no time are more than a few modules in memory, or a few MiB.
+        """
+        return iter(()) if self.source is None else self.source.stacks(names)
 
     def only(self, names: Collection[str]) -> "LoraFile":
         """A LoRA of only these modules and changes, still in their file."""

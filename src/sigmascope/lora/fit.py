@@ -166,7 +166,7 @@ def fit_lora(
     started = time.perf_counter()
     fitting, held_out = _divided(recorded)
     judged = held_out or fitting
-    own = replace(lora, modules=dict(lora.modules), changes=dict(lora.changes))
+    own = replace(lora, modules=dict(lora.modules), changes=dict(lora.changes), source=None)
     with _trained(model, own) as (factors, strength):
         strength.value = 0.0
         untouched = [_call(model, call).cpu() for call in judged]

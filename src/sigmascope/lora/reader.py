@@ -13,13 +13,14 @@ make it four times too strong. `true_alpha` recognises such an alpha by the rank
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from math import prod
+from functools import cached_property, lru_cache
+from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ from sigmascope.lora.adapters import (
 )
 from sigmascope.lora.alignment import unfused
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts
+from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts, PlainSource, StackedFactors
 from sigmascope.lora.formats import (
     EMBEDDING_DOWN,
     EMBEDDING_UP,
@@ -73,6 +74,7 @@ _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
     "up_bias": DiffChange,
     **BASE_CHANGES,
 }
+_MOST_BYTES_AT_ONCE: Final = 16 << 20
 _FLAGS: Final = frozenset({"on_input"})
 """Roles that are no weights but a choice: LyCORIS stores it as an integer."""
 _SHARING_KEYS: Final = {"OftChange": ("OftChange", "BoftChange")}
@@ -113,7 +115,7 @@ def load_lora(path: str | Path) -> LoraFile:
         NonFiniteError: A factor holds NaN or Inf.
     """
     with open_lora(path) as lora:
-        return replace(lora, modules=dict(lora.modules), changes=dict(lora.changes), facts={})
+        return replace(lora, modules=dict(lora.modules), changes=dict(lora.changes), facts={}, source=None)
 
 
 def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: bool = False) -> LoraFile:
@@ -136,8 +138,9 @@ def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: b
     entries = [replace(entry, name=peeled.get(entry.name, entry.name)) for entry in entries]
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}
+    plain = {entry.name: entry for entry in entries if entry.is_plain}
     lora = LoraFile(
-        modules=LazyDict({entry.name: entry for entry in entries if entry.is_plain}, reader.factors),
+        modules=LazyDict(plain, reader.factors),
         metadata=dict(checkpoint.metadata),
         path=checkpoint.path,
         format=lora_format.name,
@@ -145,6 +148,7 @@ def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: b
         changes=LazyDict({entry.name: entry for entry in entries if not entry.is_plain}, reader.change),
         facts=facts,
         stored_names={name: stored for stored, name in peeled.items()},
+        source=PlainEntries(reader, plain, facts),
     )
     return unfused(lora)
 
@@ -324,10 +328,33 @@ class EntryReader:
         config = self.configs.get(name.partition(".")[0]) or self.configs.get("")
         return {} if config is None else config.values
 
-    def _alpha(self, entry: Entry, rank: int, weight_shape: tuple[int, ...]) -> float:
+    def alpha(self, entry: Entry, facts: ModuleFacts, known: Mapping[str, Tensor]) -> float:
+        """The alpha of a plain entry, without its factors; `known` has tensors that were read before.
+
+        Raises:
+            LoraFormatError: It is not a number.
+            NonFiniteError: It is NaN or infinite.
+        """
+        assert facts.rank is not None
+        if entry.alpha is None and not self.configs:
+            return float(facts.rank)
+        with self._named(entry):
+            alpha = self._alpha(entry, facts.rank, facts.weight_shape, known)
+            if not isfinite(alpha):
+                raise NonFiniteError(f"alpha is {alpha}.")
+        return alpha
+
+    def _alpha(
+        self,
+        entry: Entry,
+        rank: int,
+        weight_shape: tuple[int, ...],
+        known: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> float:
         """The alpha of plain factors, such that alpha / rank is their scale; raises what `factors` does."""
         if entry.alpha is not None:
-            return true_alpha(self._number(entry.alpha), rank, weight_shape, self.checkpoint.metadata)
+            stored = self._number(entry.alpha, known.get(entry.alpha))
+            return true_alpha(stored, rank, weight_shape, self.checkpoint.metadata)
         scale = self._stated_scale(entry.module, rank)
         return float(rank) if scale is None else scale * rank
 
@@ -348,8 +375,8 @@ class EntryReader:
         whole = self.configs.get("")
         return None if whole is None else whole.scale_of(name, rank)
 
-    def _number(self, key: str) -> float:
-        alpha = self.checkpoint.tensor(key)
+    def _number(self, key: str, known: Tensor | None = None) -> float:
+        alpha = self.checkpoint.tensor(key) if known is None else known
         if alpha.numel() != 1:
             raise LoraFormatError(
                 f"{key} has the shape {tuple(alpha.shape)}, and alpha is one number.",
@@ -421,6 +448,76 @@ class EntryReader:
             raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
         except IndexError as error:
             raise LoraFormatError(f"{where}: one of its tensors has too few axes.") from error
+
+
+@dataclass(frozen=True, eq=False)
+class PlainEntries(PlainSource):
+    """Reads plain entries of one file, several at once; see `LoraFile`.
+
+    Attributes:
+        reader: Of the file.
+        entries: By the names that its modules have here.
+        facts: Of all of them.
+    """
+
+    reader: EntryReader
+    entries: Mapping[str, Entry]
+    facts: Mapping[str, ModuleFacts]
+
+    def alpha(self, name: str) -> float:
+        """Raises LoraFormatError if it is not a number, NonFiniteError if it is not a finite one."""
+        return self.reader.alpha(self.entries[name], self.facts[name], self._alphas)
+
+    @cached_property
+    def _alphas(self) -> dict[str, Tensor]:
+        keys = (entry.alpha for entry in self.entries.values() if entry.alpha is not None)
+        return self.reader.checkpoint.tensors(keys)
+
+    def stacks(self, names: Iterable[str]) -> Iterator[StackedFactors]:
+        """The factors of entries that are a pair of factors, a few MiB at once."""
+        some: list[_Pair] = []
+        nbytes = 0
+        for pair in self._pairs(names):
+            if some and nbytes + pair.nbytes > _MOST_BYTES_AT_ONCE:
+                yield from self._stacked(some)
+                some, nbytes = [], 0
+            some.append(pair)
+            nbytes += pair.nbytes
+        yield from self._stacked(some)
+
+    def _pairs(self, names: Iterable[str]) -> Iterator["_Pair"]:
+        info = self.reader.checkpoint.info
+        for name in names:
+            entry = self.entries.get(name)
+            if entry is None or entry.kind != "lora" or len(entry.roles) != 2:
+                continue
+            up, down = info(entry.roles[UP]), info(entry.roles[DOWN])
+            if up.dtype.itemsize > 1 and down.dtype.itemsize > 1:
+                form = up.shape, up.dtype, down.shape, down.dtype
+                yield _Pair(name, up.name, down.name, form, up.nbytes + down.nbytes)
+
+    def _stacked(self, pairs: Sequence["_Pair"]) -> Iterator[StackedFactors]:
+        tensors = self.reader.checkpoint.tensors(key for pair in pairs for key in (pair.up, pair.down))
+        alike: dict[object, list[_Pair]] = {}
+        for pair in pairs:
+            alike.setdefault(pair.form, []).append(pair)
+        for same in alike.values():
+            ups, downs = (torch.stack([tensors[key] for key in keys]).flatten(2) for keys in _keys_of(same))
+            yield StackedFactors(tuple(pair.name for pair in same), ups, downs)
+
+
+class _Pair(NamedTuple):
+    """A module's two factors in the file: their keys, their shapes and dtypes, and their bytes together."""
+
+    name: str
+    up: str
+    down: str
+    form: tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.dtype]
+    nbytes: int
+
+
+def _keys_of(pairs: Sequence[_Pair]) -> tuple[list[str], list[str]]:
+    return [pair.up for pair in pairs], [pair.down for pair in pairs]
 
 
 def _is_flag(dtype: torch.dtype) -> bool:

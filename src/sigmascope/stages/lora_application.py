@@ -47,6 +47,7 @@ from sigmascope.stages.lora_on_model import (
     match_file,
     names_of_all,
     patch_analysis,
+    read_file,
     with_fused,
     with_relative_changes,
 )
@@ -159,7 +160,7 @@ def capture_lora_baseline(
             names.
         accelerator: What to ask about devices; None finds out.
     """
-    verdict = match_file(lora_path, unet_model, clip_model)
+    verdict, file_facts = read_file(lora_path, unet_model, clip_model)
     before = [
         take_snapshot(model, name, keys=_keys_to_look_at(keys, verdict.value, name), contents=keys != "none")
         for model, name in ((unet_model, "UNet"), (clip_model, "CLIP"))
@@ -170,7 +171,7 @@ def capture_lora_baseline(
         **shared,
         "unet": _model_baseline(UnetBaseline, before[0], memory),
         "clip": _model_baseline(ClipBaseline, before[1], memory, "patcher_"),
-        "lora_file": lora_file_facts(lora_path),
+        "lora_file": file_facts,
     }
 
 

@@ -10,6 +10,7 @@ and how every two of them overlap.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -20,9 +21,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sigmascope.checkpoints import open_checkpoint
 from sigmascope.files import short_path
 from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict, applied_findings, judge_applied
-from sigmascope.lora.compatibility import judge_lora, shapes_of
+from sigmascope.lora.compatibility import judge_lora, judge_opened, shapes_of
 from sigmascope.lora.effect import ChangeBases, LoraOverlap, angles_of, effect_of, overlaps
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, family_in, read_training_facts
@@ -30,7 +32,7 @@ from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.norms_at_once import norms_at_once
 from sigmascope.lora.patches import rank_together, scale_of_patch, sort_patches, strength_of
-from sigmascope.lora.reader import open_lora
+from sigmascope.lora.reader import lora_in, open_lora
 from sigmascope.lora.verdict import LoraVerdict, is_opposed
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
@@ -74,8 +76,27 @@ _MOST_BYTES_OF_BASES: Final = 1 << 26
 _ByKey = Mapping[str, Sequence[AppliedPatch]]
 
 
-def lora_file_facts(path: object) -> LoraFileFacts:
-    """Name, size, format, ranks, alphas and base model of a LoRA file. Never raises."""
+def read_file(path: object, unet: object, clip: object) -> tuple[Reading[LoraVerdict], LoraFileFacts]:
+    """`match_file` and `lora_file_facts` with the file opened once. Never raises."""
+    named = attempt(lambda: _named_modules(unet, clip)).value
+    both = attempt(lambda: _read_once(Path(path), named)).value if path is not None and named else None  # type: ignore[arg-type]
+    return (match_file(path, unet, clip), lora_file_facts(path)) if both is None else both
+
+
+def _read_once(path: Path, modules: Mapping[str, nn.Module]) -> tuple[Reading[LoraVerdict], LoraFileFacts]:
+    with open_checkpoint(path) as checkpoint:
+        lora = lora_in(checkpoint)
+        verdict = judge_opened(lora, tuple(checkpoint.keys()), modules, str(path))
+        return Reading(verdict), lora_file_facts(path, lora)
+
+
+def lora_file_facts(path: object, opened: LoraFile | None = None) -> LoraFileFacts:
+    """Name, size, format, ranks, alphas and base model of a LoRA file. Never raises.
+
+    Args:
+        path: The file's.
+        opened: What is in it, if it is open already.
+    """
     if path is None:
         return _unknown_file(NOT_GIVEN)
     place = attempt(lambda: Path(path)).value  # type: ignore[arg-type]
@@ -86,7 +107,7 @@ def lora_file_facts(path: object) -> LoraFileFacts:
         reason = exists.reason or f"{short_path(place)} does not exist"
         return _unknown_file(reason, filename=place.name, file_exists=False)
     size = mib(attempt(lambda: _bytes_of(place)).value)
-    facts = attempt(lambda: _read_inside(place, size))
+    facts = attempt(lambda: _read_inside(place, size, opened))
     return facts.value or _unknown_file(facts.reason, filename=place.name, file_exists=True, file_size=size)
 
 
@@ -94,10 +115,10 @@ def _unknown_file(reason: str | None, **known: object) -> LoraFileFacts:
     return as_dict(LoraFileFacts, why=reason, ranks={}, alphas={}, **known)
 
 
-def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
-    with open_lora(path, check_finite=False) as lora:
+def _read_inside(path: Path, size: float | None, opened: LoraFile | None) -> LoraFileFacts:
+    with open_lora(path) if opened is None else nullcontext(opened) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
-        read_alphas = (attempt(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
+        read_alphas = (attempt(lambda name=name: lora.alpha_of(name)).value for name in lora.modules)  # type: ignore[misc]
         alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
         training = read_training_facts(lora.metadata).training
         no_rank = "none of its changes has one"
