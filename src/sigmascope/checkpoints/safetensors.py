@@ -308,7 +308,7 @@ class SafetensorsCheckpoint(Checkpoint):
             buffer = torch.empty(nbytes, dtype=torch.uint8)
             read_exactly(self._stream, self.path, run[0].name, self.header.data_start + run[0].begin, buffer)
             sizes = [entry.nbytes // dtype.itemsize for entry in run]
-            for entry, part in zip(run, buffer.view(dtype).split(sizes), strict=True):
+            for entry, part in zip(run, torch.split(buffer.view(dtype), sizes), strict=True):
                 found[entry.name] = part.view(infos[entry.name].shape)
         return {key: found[key] for key in infos}
 

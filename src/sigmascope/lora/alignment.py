@@ -79,7 +79,12 @@ def weights_of(base: Checkpoint) -> Weights:
 
 
 def align(
-    lora: LoraFile, layers: Sequence[str], layout: ModelLayout, *, weights: Weights | None = None
+    lora: LoraFile,
+    layers: Sequence[str],
+    layout: ModelLayout,
+    *,
+    weights: Weights | None = None,
+    index: LayerIndex | None = None,
 ) -> AlignedLora:
     """Name a LoRA's modules by the model's layers.
 
@@ -92,12 +97,13 @@ def align(
         layout: How the model names its weights.
         weights: Reads the weight of a layer, which a few changes of fused matrices need that of other layers for; without,
             these cannot be formed.
+        index: Of these layers in this layout, if it is made already.
 
     Raises:
         LoraFormatError: Two modules of the LoRA are for one layer.
     """
-    layout = told_by_lora(lora, layers, layout)
-    index = LayerIndex.of(layers, layout)
+    given, layout = layout, told_by_lora(lora, layers, layout)
+    index = index if index is not None and layout is given else LayerIndex.of(layers, layout)
     match = index.match(lora)
     recipes = {layer: _Recipe((name,)) for name, layer in match.matched.items()}
     fused = _fused_recipes(lora, match.unmatched, index, layout)
@@ -127,6 +133,9 @@ _JOINT_PROJECTIONS: Final = {
 """What `fuse_qkv_projections` of diffusers' models, and trainers, make of an attention's projections."""
 
 
+_JOINT_ENDS: Final = tuple(f"{start}{end}" for end in _JOINT_PROJECTIONS for start in "._")
+
+
 def unfused(lora: LoraFile) -> LoraFile:
     """A LoRA that was trained on a model whose projections diffusers had joined (`fuse_qkv_projections`), in parts.
 
@@ -136,6 +145,8 @@ def unfused(lora: LoraFile) -> LoraFile:
     Args:
         lora: As the file has it; nothing is read.
     """
+    if not any(name.removesuffix(_BIAS).endswith(_JOINT_ENDS) for name in lora.names):
+        return lora
     recipes: dict[str, _Recipe] = {}
     stored: dict[str, str] = {}
     for name in lora.names:

@@ -4,13 +4,13 @@ A patch on the model is a module of the file if its numbers are the same (`is_sa
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.compatibility import Misfit, Model, Placement, error_text, place, shapes_of
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import LoraFactors, scale_of_factors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import WEIGHT
 from sigmascope.lora.linalg import as_float64
@@ -33,6 +33,7 @@ from sigmascope.lora.verdict import (
 )
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.copies import on_host
+from sigmascope.probes.reading import attempt
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.units import counted, first_few
 
@@ -105,7 +106,11 @@ class AppliedModule:
     def as_dict(self) -> dict[str, Any]:
         """The module as JSON values."""
         listed = {name: list(getattr(self, name)) for name in ("keys", "states", "strengths", "sources")}
-        return asdict(self) | listed | {"is_there": self.is_there, "acts": self.acts}
+        values = {name: getattr(self, name) for name in _MODULE_FIELDS}
+        return values | listed | {"is_there": self.is_there, "acts": self.acts}
+
+
+_MODULE_FIELDS: Final = tuple(one.name for one in fields(AppliedModule))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,7 @@ def judge_applied(
     patches: Sequence[AppliedPatch],
     model: Model | None = None,
     placed: LoraVerdict | None = None,
+    keys: Sequence[str] | None = None,
 ) -> AppliedVerdict:
     """Say for every module of a file whether it is on a model now. Modules are recognised by their numbers.
 
@@ -186,6 +192,7 @@ def judge_applied(
         model: The patched model; see `judge_lora`. Without it, a file whose naming differs from the model's is only
             found if the names of the patched weights alone show the model's family.
         placed: What `judge_lora` said of this file and model, so that its modules are not looked for once more.
+        keys: What the model calls the weight of each patch, where the patches have other names for them.
 
     Returns:
         The verdict. Nothing is raised: if the file cannot be read, the verdict has an `error`.
@@ -193,8 +200,8 @@ def judge_applied(
     path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
     try:
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
-        for patch in _on_host(patches):
-            by_key[patch.key].append(patch)
+        for key, patch in zip(keys or [patch.key for patch in patches], _on_host(patches), strict=True):
+            by_key[key].append(patch)
         opened = (
             nullcontext(lora) if isinstance(lora, LoraFile) else open_lora(Path(lora), check_finite=False)
         )
@@ -204,7 +211,8 @@ def judge_applied(
             if known is None:
                 placing = find()
                 known = _Places(placing.keys, placing.misfits, lambda: placing)
-            modules = tuple(_applied_module(file, name, known, by_key) for name in file.names)
+            equal = attempt(lambda: set(_equal_factors(file, known, by_key))).value or set()
+            modules = tuple(_applied_module(file, name, known, by_key, equal) for name in file.names)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return AppliedVerdict(path, error=error_text(error), findings=(unreadable(error),))
     return AppliedVerdict(path, modules, findings=applied_findings(modules))
@@ -254,11 +262,79 @@ def _on_host(patches: Sequence[AppliedPatch]) -> Iterator[AppliedPatch]:
         {(number, name): part for number, patch in enumerate(patches) for name, part in patch.tensors.items()}
     )
     for number, patch in enumerate(patches):
+        if all(held[number, name] is part for name, part in patch.tensors.items()):
+            yield patch
+            continue
         yield replace(patch, tensors={name: held[number, name] for name in patch.tensors})
 
 
+_Equal = Set[tuple[str, int]]
+"""Names of modules, and `id`s of patches that have their very factors."""
+
+
+def _equal_factors(
+    lora: LoraFile, placing: _Places, patches: Mapping[str, Sequence[AppliedPatch]]
+) -> Iterator[tuple[str, int]]:
+    """As `_are_the_factors`, of many modules at once; those that it leaves out are looked at one by one."""
+    for names, ups, downs in lora.stacks(lora.names):
+        alike: dict[object, list[tuple[int, AppliedPatch]]] = {}
+        for row, name in enumerate(names):
+            for key in placing.keys.get(name, ()):
+                for patch in patches.get(key, ()):
+                    if patch.tensors.keys() == {"up", "down"}:
+                        form = tuple((part.shape, part.dtype) for part in patch.tensors.values())
+                        alike.setdefault(form, []).append((row, patch))
+        for members in alike.values():
+            rows = torch.tensor([row for row, _ in members])
+            are_equal = torch.ones(len(members), dtype=torch.bool)
+            for own, part in ((ups, "up"), (downs, "down")):
+                held = torch.stack([patch.tensors[part].detach() for _, patch in members]).flatten(2)
+                if held.shape[1:] != own.shape[1:]:
+                    are_equal.fill_(False)
+                    break
+                narrow = min(own.dtype, held.dtype, key=lambda dtype: dtype.itemsize)
+                are_equal &= (own[rows].to(narrow) == held.to(narrow)).flatten(1).all(1)
+            for (row, patch), is_equal in zip(members, are_equal.tolist(), strict=True):
+                if is_equal:
+                    yield names[row], id(patch)
+
+
+class _Found(NamedTuple):
+    """A patch that has a module's numbers.
+
+    Attributes:
+        key: The weight that it is on.
+        patch: Itself.
+        change: The module in the form that the patch has; None if it has its very factors.
+        scale: The module's, in that case.
+    """
+
+    key: str
+    patch: AppliedPatch
+    change: Change | None
+    scale: float = 1.0
+
+    @property
+    def strength(self) -> float | None:
+        """The factor that the patch puts on the file's ΔW."""
+        patch, times = self.patch, None
+        if patch.state in _IDLE:
+            return 0.0
+        if patch.strength is None or patch.scale is None:
+            return None
+        if self.change is None:
+            times = None if patch.adapter_type != "lora" or self.scale == 0.0 else 1.0 / self.scale
+        elif isinstance(self.change, LoraFactors):
+            times = times_of(self.change, patch)
+        return None if times is None else patch.strength * patch.scale * times
+
+
 def _applied_module(
-    lora: LoraFile, name: str, placing: _Places, patches: Mapping[str, Sequence[AppliedPatch]]
+    lora: LoraFile,
+    name: str,
+    placing: _Places,
+    patches: Mapping[str, Sequence[AppliedPatch]],
+    equal: _Equal,
 ) -> AppliedModule:
     misfit = placing.misfits.get(name)
     keys = placing.keys.get(name) or (() if misfit is None else (misfit.key,))
@@ -267,16 +343,21 @@ def _applied_module(
     candidates = [(key, patch) for key in keys for patch in patches.get(key, ())]
     if not candidates:
         return AppliedModule(name, detail=ABSENCES["no_change"].format(key=keys[0]))
+    own: Change | None = None
+    same: list[_Found] = []
     try:
-        own = _without_nan(lora.change(name))
+        for key, patch in candidates:
+            if (name, id(patch)) in equal:
+                alpha, rank = lora.alpha_of(name), lora.rank_of(name) or 1
+                scale = scale_of_factors(alpha, rank, lora.shape_of(name))
+                same.append(_Found(key, patch, None, scale))
+                continue
+            own = own or _without_nan(lora.change(name))
+            change = _matching_form(own, placing, key, _patch_without_nan(patch))
+            if change is not None:
+                same.append(_Found(key, patch, change))
     except NonFiniteError:  # of a kind that is read whole
         return AppliedModule(name, detail=ABSENCES["not_finite"])
-    same = [
-        (key, patch, change)
-        for key, patch in candidates
-        for change in [_matching_form(own, placing, key, _patch_without_nan(patch))]
-        if change is not None
-    ]
     if not same:
         others = {patch.source for _, patch in candidates if patch.source is not None}
         sources = f" of {', '.join(sorted(others))}" if others else ""
@@ -319,33 +400,22 @@ def _matching_form(own: Change, placing: _Places, key: str, patch: AppliedPatch)
 _IDLE: Final = frozenset({"inactive", "failed"})
 
 
-def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:
-    keys = tuple(dict.fromkeys(key for key, _, _ in same))
-    acting = [key for key, patch, _ in same if patch.state not in _IDLE]
-    counts = [acting.count(key) for key in keys]
-    on_first = [(patch, change) for key, patch, change in same if key == keys[0]]
-    strengths = [_strength(patch, change) for patch, change in on_first]
+def _there(name: str, same: Sequence[_Found]) -> AppliedModule:
+    keys = tuple(dict.fromkeys(found.key for found in same))
+    acting = [found.key for found in same if found.patch.state not in _IDLE]
+    strengths = [found.strength for found in same if found.key == keys[0]]
     known = [strength for strength in strengths if strength is not None]
+    sources = dict.fromkeys(found.patch.source for found in same)
     return AppliedModule(
         name=name,
         keys=keys,
-        times=max(counts),
-        states=tuple(dict.fromkeys(patch.state for _, patch, _ in same)),
-        state_reason=same[0][1].state_reason,
+        times=max(acting.count(key) for key in keys),
+        states=tuple(dict.fromkeys(found.patch.state for found in same)),
+        state_reason=same[0].patch.state_reason,
         strength=sum(known) if len(known) == len(strengths) else None,
         strengths=tuple(known) if len(known) == len(strengths) else (),
-        sources=tuple(dict.fromkeys(patch.source for _, patch, _ in same if patch.source is not None)),
+        sources=tuple(source for source in sources if source is not None),
     )
-
-
-def _strength(patch: AppliedPatch, change: Change) -> float | None:
-    """The factor that one patch puts on the file's ΔW."""
-    if patch.state in _IDLE:
-        return 0.0
-    if not isinstance(change, LoraFactors) or patch.strength is None or patch.scale is None:
-        return None
-    times = times_of(change, patch)
-    return None if times is None else patch.strength * patch.scale * times
 
 
 def is_same(change: Change, patch: AppliedPatch) -> bool:

@@ -38,7 +38,7 @@ from sigmascope.lora.verdict import (
     unreadable,
     verdict_findings,
 )
-from sigmascope.probes.peft import adapted_modules, base_weights
+from sigmascope.probes.peft import adapted_modules, own_tensors, wrapped
 from sigmascope.probes.reading import describe
 from sigmascope.units import counted, first_few
 
@@ -521,7 +521,7 @@ def place(
     twins = _twins(lora, index)
     rest = lora.only({name for name in lora.names if name not in twins}) if twins else lora
     try:
-        aligned = align(rest, layers, layout, weights=weights)
+        aligned = align(rest, layers, layout, weights=weights, index=index)
     except SigmascopeError:  # no table of fused matrices can divide these names or shapes
         placing = Placement(None, layout, index, own, twins=twins)
         for name in rest.names:
@@ -615,10 +615,12 @@ def _of_parts(parts: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Shapes of weights by their names without adapters; a quantised matrix has its unpacked shape."""
-    packed = {
-        f"{name}.weight" if name else "weight": (module.out_features, module.in_features)
-        for name, module in adapted_modules(model)
-        if isinstance(module, nn.Linear)
-    }
-    for key, tensor in base_weights(model):
-        yield key, packed.get(key, tuple(tensor.shape))
+    packed: dict[str, tuple[int, ...]] = {}
+    for name, module in adapted_modules(model):  # a wrapper comes before what it wraps, under the same name
+        start = f"{name}." if name else ""
+        if isinstance(module, nn.Linear):
+            packed[f"{start}weight"] = module.out_features, module.in_features
+        if wrapped(module) is None:
+            for own, tensor in own_tensors(module):
+                key = start + own
+                yield key, packed.get(key) or tuple(tensor.shape)

@@ -55,7 +55,7 @@ _KNOWN: ContextVar[_Known] = ContextVar("sigmascope_norms_at_once", default=_NOT
 def norms_at_once(
     changes: Iterable[Sequence[AppliedPatch]], weights: Iterable[Tensor] = (), merged: Merged = ()
 ) -> Iterator[None]:
-    """Let the effects of these changes and weights be found calculated within the block.
+    """Let the effects of these changes and weights be found calculated within the block, as those of a block around it are.
 
     What cannot be calculated here is left to whoever asks, who says why.
 
@@ -66,8 +66,10 @@ def norms_at_once(
     """
     plain = _PlainFactors()
     inside = [(weight, _each_once(patches)) for weight, patches in merged]
-    products = attempt(lambda: _products(changes, plain)).value or {}
-    norms = attempt(lambda: _weight_norms(weights)).value or {}
+    outer = _KNOWN.get()
+    new = (patches for patches in changes if not _are_known(patches, outer.products))
+    products = {**outer.products, **(attempt(lambda: _products(new, plain)).value or {})}
+    norms = {**outer.weights, **(attempt(lambda: _weight_norms(weights)).value or {})}
     inner = attempt(lambda: _inner_products(inside, plain)).value or {}
     of_changes = (patch for _, patches in inside for patch in patches)
     elements = attempt(lambda: _elements(of_changes, plain)).value or {}
@@ -76,6 +78,11 @@ def norms_at_once(
         yield
     finally:
         _KNOWN.reset(token)
+
+
+def _are_known(patches: Sequence[AppliedPatch], products: Mapping[tuple[int, int], float]) -> bool:
+    ids = [id(patch.tensors) for patch in patches]
+    return all((one, other) in products for one in ids for other in ids)
 
 
 def _each_once(patches: Iterable[AppliedPatch]) -> list[AppliedPatch]:

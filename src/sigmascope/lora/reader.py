@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
+from sigmascope.checkpoints.checkpoint import TensorInfo
 from sigmascope.errors import FileError, LoraFormatError, NonFiniteError, SigmascopeError
 from sigmascope.files import parse_json, reason_of
 from sigmascope.lora.adapters import (
@@ -120,13 +121,76 @@ def load_lora(path: str | Path) -> LoraFile:
 
 def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: bool = False) -> LoraFile:
     """The LoRA in a file that is open already; see `open_lora`."""
-    keys = checkpoint.keys()
-    groups = group_keys(checkpoint.path, keys)
-    shapes = {key: checkpoint.info(key).shape for key in keys}
-    lora_format = recognised(checkpoint.path, shapes, groups)
-    configs = read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
+    outline = _outline_of(checkpoint)
+    reader = EntryReader(checkpoint, outline.configs, check_finite, keep_float8)
+    lora = LoraFile(
+        modules=LazyDict(outline.plain, reader.factors),
+        metadata=dict(checkpoint.metadata),
+        path=checkpoint.path,
+        format=outline.format,
+        unused_keys=(*outline.unused, *checkpoint.skipped),
+        changes=LazyDict(outline.others, reader.change),
+        facts=outline.facts,
+        stored_names=outline.stored_names,
+        source=PlainEntries(reader, outline.plain, outline.facts),
+    )
+    return unfused(lora)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What the names, shapes and texts of a file say.
+
+    Attributes:
+        path: The file's.
+        infos: Of all its tensors, in its order.
+        metadata: The header's strings.
+        configs: PEFT's configurations of it by component.
+        format: As in `LoraFile.format`.
+        plain: The entries that are plain factors, by name.
+        others: The other entries.
+        facts: Of all of them.
+        unused: As `LoraFile.unused_keys`, without those that cannot be read.
+        stored_names: As in `LoraFile`.
+    """
+
+    path: Path
+    infos: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str]
+    configs: Mapping[str, "PeftConfig"]
+    format: str
+    plain: Mapping[str, Entry]
+    others: Mapping[str, Entry]
+    facts: Mapping[str, ModuleFacts]
+    unused: tuple[str, ...]
+    stored_names: Mapping[str, str]
+
+
+_LAST: Final[list[_Outline]] = []
+"""Of the file that was opened last: whoever watches a LoRA opens its file before it is applied and again after that."""
+
+
+def _outline_of(checkpoint: Checkpoint) -> _Outline:
+    infos = tuple(map(checkpoint.info, checkpoint.keys()))
+    for known in tuple(_LAST):
+        is_same = known.path == checkpoint.path and known.metadata == checkpoint.metadata
+        if is_same and known.infos == infos and known.configs == _configs_of(checkpoint, known.format):
+            return known
+    outline = _read_outline(checkpoint, infos)
+    _LAST[:] = [outline]
+    return outline
+
+
+def _configs_of(checkpoint: Checkpoint, lora_format: str) -> dict[str, "PeftConfig"]:
+    return read_configs(checkpoint.path, checkpoint.metadata) if lora_format == "peft" else {}
+
+
+def _read_outline(checkpoint: Checkpoint, infos: tuple[TensorInfo, ...]) -> _Outline:
+    groups = group_keys(checkpoint.path, (info.name for info in infos))
+    lora_format = recognised(checkpoint.path, {info.name: info.shape for info in infos}, groups)
+    configs = _configs_of(checkpoint, lora_format.name)
     take_whole_modules(groups, [name for config in configs.values() for name in config.whole_modules])
-    reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
+    reader = EntryReader(checkpoint, configs, check_finite=True, keep_float8=False)
     entries = [entry for entry in entries_of(checkpoint.path, groups) if _changes(checkpoint, entry)]
     peeled = unwrapped(entry.name for entry in entries)
     listed = with_numbers(peeled.get(entry.name, entry.name) for entry in entries)
@@ -135,22 +199,21 @@ def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: b
         for entry in entries
         if (name := peeled.get(entry.name, entry.name)) in listed
     }
-    entries = [replace(entry, name=peeled.get(entry.name, entry.name)) for entry in entries]
+    if peeled:
+        entries = [replace(entry, name=peeled.get(entry.name, entry.name)) for entry in entries]
     _refuse_twice(checkpoint.path, entries)
-    facts = {entry.name: reader.facts(entry) for entry in entries}
-    plain = {entry.name: entry for entry in entries if entry.is_plain}
-    lora = LoraFile(
-        modules=LazyDict(plain, reader.factors),
-        metadata=dict(checkpoint.metadata),
-        path=checkpoint.path,
-        format=lora_format.name,
-        unused_keys=(*groups.unused, *checkpoint.skipped),
-        changes=LazyDict({entry.name: entry for entry in entries if not entry.is_plain}, reader.change),
-        facts=facts,
-        stored_names={name: stored for stored, name in peeled.items()},
-        source=PlainEntries(reader, plain, facts),
+    return _Outline(
+        checkpoint.path,
+        infos,
+        dict(checkpoint.metadata),
+        configs,
+        lora_format.name,
+        {entry.name: entry for entry in entries if entry.is_plain},
+        {entry.name: entry for entry in entries if not entry.is_plain},
+        {entry.name: reader.facts(entry) for entry in entries},
+        tuple(groups.unused),
+        {name: stored for stored, name in peeled.items()},
     )
-    return unfused(lora)
 
 
 def _changes(checkpoint: Checkpoint, entry: Entry) -> bool:

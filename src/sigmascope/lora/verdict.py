@@ -8,7 +8,7 @@ ComfyUI 0.3 to 0.18 do with a file that is correct in itself.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import fsum
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -467,7 +467,11 @@ class ModuleVerdict:
         """The module as JSON values."""
         listed = {name: list(getattr(self, name)) for name in ("shape", "layers", "nearest")}
         model_shape = None if self.model_shape is None else list(self.model_shape)
-        return asdict(self) | listed | {"model_shape": model_shape, "matched": self.matched}
+        values = {name: getattr(self, name) for name in _MODULE_FIELDS}
+        return values | listed | {"model_shape": model_shape, "matched": self.matched}
+
+
+_MODULE_FIELDS: Final = tuple(one.name for one in fields(ModuleVerdict))
 
 
 @dataclass(frozen=True, slots=True)

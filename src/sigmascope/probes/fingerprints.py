@@ -368,10 +368,11 @@ def _folded_product(
 class Samples(Mapping[str, Tensor]):
     """Elements of tensors by name, one after the other as bytes: each is cut out only when it is asked for."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_compared", "_parts")
 
     def __init__(self, parts: Mapping[str, "_Part"]) -> None:
         self._parts = parts
+        self._compared: tuple[Samples, frozenset[str]] | None = None
 
     def __getitem__(self, name: str) -> Shaped[Tensor, " n"]:
         part = self._parts[name]
@@ -396,6 +397,11 @@ class Samples(Mapping[str, Tensor]):
 
     def others_than(self, before: "Samples") -> frozenset[str]:
         """The names of both whose elements are not the same bits, NaN included."""
+        if self._compared is None or self._compared[0] is not before:
+            self._compared = before, self._others_than(before)
+        return self._compared[1]
+
+    def _others_than(self, before: "Samples") -> frozenset[str]:
         old = before._parts
         both = [name for name in self._parts if name in old]
         alike = [name for name in both if self._parts[name].nbytes == old[name].nbytes]

@@ -47,7 +47,7 @@ def graph_beside(model: nn.Module) -> str | None:
     So is a wrapper that keeps a model and what it was traced to.
     """
     tree = tree_of(model)
-    graphs = tree.derive("graphs", lambda: [i for i, part in enumerate(tree.modules) if _is_graph(part)])
+    graphs = tree.derive("graphs", lambda: tree.of_class(_makes_graphs))
     if not graphs or graphs[0] == 0:
         return None
     starts = [f"{tree.names[index]}." for index in graphs]
@@ -133,7 +133,13 @@ def _names_in(code: CodeType) -> Iterator[str]:
 def _is_graph(thing: object) -> bool:
     if isinstance(thing, torch.jit.ScriptModule | torch.jit.ScriptFunction | torch._C.ScriptMethod):
         return True
-    return any(base.__name__ in _GRAPH_CLASSES for base in type(thing).__mro__)
+    return _makes_graphs(type(thing))
+
+
+def _makes_graphs(kind: type) -> bool:
+    if issubclass(kind, torch.jit.ScriptModule):
+        return True
+    return any(base.__name__ in _GRAPH_CLASSES for base in kind.__mro__)
 
 
 def _called(graph: object) -> str:

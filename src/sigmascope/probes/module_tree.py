@@ -50,8 +50,17 @@ class ModuleTree:
 
     def indices(self, modules: Iterable[nn.Module]) -> list[int]:
         """Where these modules are in `modules`."""
-        place = {id(module): index for index, module in enumerate(self.modules)}
-        return [place[id(module)] for module in modules]
+        places = self.derive(
+            "indices by id", lambda: dict(zip(map(id, self.modules), range(len(self.modules)), strict=True))
+        )
+        return [*map(places.__getitem__, map(id, modules))]
+
+    def of_class(self, is_wanted: Callable[[type[nn.Module]], bool]) -> list[int]:
+        """Where modules are whose class is a wanted one; each class is asked about once."""
+        wanted = {kind for kind in {*map(type, self.modules)} if is_wanted(kind)}
+        return (
+            [index for index, module in enumerate(self.modules) if type(module) in wanted] if wanted else []
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +161,11 @@ def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
         held = registered(module, "_modules")
         if held:
             start = f"{name}." if name else ""
-            children = [(start + own, child) for own, child in held.items() if isinstance(child, nn.Module)]
-            waiting += reversed(children)
+            waiting += [
+                (start + own, child)
+                for own, child in reversed([*held.items()])
+                if isinstance(child, nn.Module)
+            ]
     return modules, names
 
 

@@ -33,6 +33,7 @@ _AROUND_WHOLE_MODELS: Final = {
     "model": ("BaseTuner",),
 }
 """Where a wrapper keeps the model, and the classes that keep one there."""
+_AROUND: Final = frozenset((*_WRAPPED, *_AROUND_WHOLE_MODELS))
 
 _MAGNITUDE: Final = "lora_magnitude_vector"
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
@@ -120,7 +121,7 @@ def _joined_projections(model: object) -> Iterator[tuple[nn.Module, list[nn.Modu
 
 
 def _places_that_join(tree: ModuleTree) -> list[int]:
-    return [place for place, module in enumerate(tree.modules) if hasattr(type(module), "fuse_projections")]
+    return tree.of_class(lambda kind: hasattr(kind, "fuse_projections"))
 
 
 def joined_weights(model: object) -> tuple[dict[int, Tensor], frozenset[int]]:
@@ -306,7 +307,7 @@ def _shape(layer: nn.Module, parameter: str) -> tuple[int, ...] | None:
     module = base = bare(layer)
     for part in path:
         module = bare(children_of(module)[part])
-    weight = next((tensor for name, tensor in _own_tensors(module) if name == own), None)
+    weight = next((tensor for name, tensor in own_tensors(module) if name == own), None)
     if weight is None:
         return None
     if not weight.is_floating_point():
@@ -598,7 +599,8 @@ def _places(tree: ModuleTree) -> _Places:
 
 
 def _places_of_layers(tree: ModuleTree) -> _Places:
-    return [(name, index) for name, index in _places(tree) if wrapped(tree.modules[index]) is not None]
+    places: _Places = tree.derive("adapted modules", partial(_places, tree))
+    return [(name, index) for name, index in places if wrapped(tree.modules[index]) is not None]
 
 
 def _roots(model: object) -> Iterator[tuple[str, nn.Module]]:
@@ -616,16 +618,24 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
     waiting = [("", module)]
     while waiting:
-        name, around = waiting.pop()
-        module = _unwrapped(around)
+        name, module = waiting.pop()
+        inner, held = None, registered(module, "_modules")
+        if not _AROUND.isdisjoint(held):
+            module = _unwrapped(module)
+            inner, held = wrapped(module), registered(module, "_modules")
         if id(module) in seen:
             continue
         seen.add(id(module))
         yield name, module
-        inner = wrapped(module)
-        start = f"{name}." if name else ""
-        children = [(start + own, child) for own, child in children_of(module).items()]
-        waiting += reversed(children) if inner is None else [(name, inner)]
+        if inner is not None:
+            waiting.append((name, inner))
+        elif held:
+            start = f"{name}." if name else ""
+            waiting += [
+                (start + own, child)
+                for own, child in reversed([*held.items()])
+                if isinstance(child, nn.Module)
+            ]
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -661,11 +671,12 @@ def base_weights(model: object) -> Iterator[tuple[str, Tensor]]:
     """
     for name, module in adapted_modules(model):
         if wrapped(module) is None:
-            for own, tensor in _own_tensors(module):
+            for own, tensor in own_tensors(module):
                 yield f"{name}.{own}" if name else own, tensor
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a module itself, and those of its buffers that a state dict has."""
     yield from own_parameters(module)
     yield from own_buffers(module, transient=False)
 

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.file_family import title_of
+from sigmascope.lora.norms_at_once import norms_at_once
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.applied_patch import AppliedPatch
@@ -340,8 +341,13 @@ def _analyze_model(
     )
     patches = read_model_patches(model, model_type)
     looks = look_again(before, model, model_type, patches)
-    begun = _begin_weight_changes(looks)
-    described = _safe_patch_analysis(patches)
+    by_key = patches.by_key()
+    kept = () if looks.kept.value is None else looks.kept.value.patches
+    before_by_key = ModelPatches(kept).by_key()
+    together = [(*by_key.get(key, ()), *before_by_key.get(key, ())) for key in {**by_key, **before_by_key}]
+    with norms_at_once(together):
+        begun = _begin_weight_changes(looks)
+        described = _safe_patch_analysis(patches)
     weights, is_acting = _safe_weight_changes(looks, begun)
     described["loras"] = with_relative_changes(described["loras"], patches, weights["keys_value_changed"])
     return ModelAnalysis(

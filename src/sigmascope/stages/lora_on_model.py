@@ -202,12 +202,10 @@ def _judge_applied(
 ) -> AppliedVerdict:
     modules = _named_modules(unet, clip)
     names = names_of_all(unet, clip)
-    patches = [
-        patch if names[side](patch.key) == patch.key else replace(patch, key=names[side](patch.key))
-        for side, applied in enumerate((on_unet, on_clip))
-        for patch in applied.patches
-    ]
-    verdict = judge_applied(path, patches, modules or None, placed if modules else None)
+    sides = [*enumerate((on_unet, on_clip))]
+    patches = [patch for _, applied in sides for patch in applied.patches]
+    keys = [names[side](patch.key) for side, applied in sides for patch in applied.patches]
+    verdict = judge_applied(path, patches, modules or None, placed if modules else None, keys)
     left_out = [module for module in verdict.missing if (clip if is_for_text(module.name) else unet) is None]
     return _without(verdict, left_out) if modules else verdict
 

@@ -30,13 +30,12 @@ from sigmascope.probes.fingerprints import NO_SAMPLES, Fingerprint, Samples, beg
 from sigmascope.probes.forward_passes import detour_of, graph_beside
 from sigmascope.probes.models import (
     ATTENTION_LAYERS,
-    children_of,
     components_of,
     loadable_parts,
     own_buffers,
     own_parameters,
 )
-from sigmascope.probes.module_tree import ModuleTree, tree_of
+from sigmascope.probes.module_tree import ModuleTree, registered, tree_of
 from sigmascope.probes.peft import adapted_modules, joined_weights, read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
 from sigmascope.stages.baseline import NO_WEIGHTS, most_common
@@ -50,6 +49,7 @@ _WRAPPED: Final = ("base_layer", "original_module")
 """Under which names PEFT's layers keep the layer that they wrap."""
 _TRANSPARENT: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Wrappers whose name is none of the weight's own: torch.compile's, FSDP's and checkpointing's."""
+_SPECIAL: Final = frozenset((*_WRAPPED, *_TRANSPARENT))
 _BY_PEFT: Final = "base_model.model."  # before every name in a PeftModel
 _REPLICATED: Final = "module."  # before every name in a data-parallel model
 _REPLICATING: Final = ("DataParallel", "DistributedDataParallel")
@@ -472,15 +472,17 @@ def weights_in(model: object, model_type: str) -> Weights:
         kept |= {prefix + name: weight for name, weight in kept_weights(part).items()}
         named = _namer(module)
         rows, joined = joined_weights(module)
-        for place, tensor in () if module is None else _tensors_in(module):
+        for (start, path, in_adapter, is_wrapped), own, tensor in (
+            () if module is None else _tensors_in(module)
+        ):
             if id(tensor) in joined:
                 continue
-            if place.in_adapter:
-                adapters[prefix + place.path] = tensor
+            if in_adapter:
+                adapters[f"{prefix}{path}{own}"] = tensor
                 continue
-            name = prefix + named(place.name)
+            name = prefix + named(start + own)
             base[name] = rows.get(id(tensor), tensor)
-            if place.wrapped:
+            if is_wrapped:
                 wrapped.add(name)
     return Weights(base, adapters, frozenset(wrapped), kept)
 
@@ -494,13 +496,17 @@ class _Place(NamedTuple):
     wrapped: bool = False
 
 
-def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
+def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, str, Tensor]]:
+    """Each tensor with its module's place and its own name."""
     tree = tree_of(module)
+    owns, modules = tree.own, tree.modules
     for place, index in tree.derive("places of tensors", lambda: _places(tree)):
-        own, inner = tree.own[index], tree.modules[index]
+        own, inner = owns[index], modules[index]
         if own.get("_parameters") or own.get("_buffers") or isinstance(inner, ATTENTION_LAYERS):
-            for name, tensor in (*own_parameters(inner), *own_buffers(inner, transient=False)):
-                yield _Place(place.name + name, place.path + name, place.in_adapter, place.wrapped), tensor
+            for name, tensor in own_parameters(inner):
+                yield place, name, tensor
+            for name, tensor in own_buffers(inner, transient=False):
+                yield place, name, tensor
 
 
 def _places(tree: ModuleTree) -> list[tuple[_Place, int]]:
@@ -513,23 +519,33 @@ def _walk(module: nn.Module) -> Iterator[tuple[_Place, nn.Module]]:
     waiting = [(_Place("", ""), module)]
     while waiting:
         place, module = waiting.pop()
-        children = children_of(module)
-        wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
-        in_adapter = place.in_adapter or wraps
-        yield place._replace(in_adapter=in_adapter), module
-        inner: list[tuple[_Place, nn.Module]] = []
-        for child_name, child in children.items():
-            is_inner = wraps and child_name in _WRAPPED
-            name = place.name if is_inner or child_name in _TRANSPARENT else f"{place.name}{child_name}."
-            path = f"{place.path}{child_name}."
-            is_adapter = place.in_adapter if is_inner else in_adapter
-            inner.append((_Place(name, path, is_adapter, place.wrapped or is_inner), child))
-        waiting += reversed(inner)
+        name, path, in_adapter, is_wrapped = place
+        held = registered(module, "_modules")
+        children = (
+            [(own, child) for own, child in held.items() if isinstance(child, nn.Module)] if held else []
+        )
+        if not children or held.keys().isdisjoint(_SPECIAL):
+            yield place, module
+            waiting += [
+                (_Place(f"{name}{own}.", f"{path}{own}.", in_adapter, is_wrapped), child)
+                for own, child in reversed(children)
+            ]
+            continue
+        wraps = hasattr(type(module), "adapter_layer_names") and any(own in _WRAPPED for own, _ in children)
+        yield place._replace(in_adapter=in_adapter or wraps), module
+        for own, child in reversed(children):
+            is_inner = wraps and own in _WRAPPED
+            inner_name = name if is_inner or own in _TRANSPARENT else f"{name}{own}."
+            is_adapter = in_adapter or (wraps and not is_inner)
+            inner = _Place(inner_name, f"{path}{own}.", is_adapter, is_wrapped or is_inner)
+            waiting.append((inner, child))
 
 
 def _namer(module: nn.Module | None) -> Callable[[str], str]:
     """Takes off names what PEFT's and data parallelism's classes put around a whole model."""
     classes = {base.__name__ for base in type(module).__mro__}
+    if classes.isdisjoint((*_REPLICATING, "PeftModel")):
+        return str
     replicated = _REPLICATED if classes.intersection(_REPLICATING) else ""
     by_peft = _BY_PEFT if "PeftModel" in classes else ""
     return lambda name: name.removeprefix(replicated).removeprefix(by_peft)
