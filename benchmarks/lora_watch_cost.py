@@ -12,6 +12,7 @@ import argparse
 import cProfile
 import gc
 import pstats
+import shutil
 import sys
 import tempfile
 import time
@@ -69,6 +70,12 @@ def write_lora(denoiser: nn.Module, prefix: str, seed: int, path: Path) -> int:
                 tensors[f"{prefix}.{name}.lora_{part}.weight"] = 0.1 * torch.randn(shape, generator=generator)
     save_file(tensors, path)
     return len(tensors) // 2
+
+
+def fresh(files: list[Path], folder: Path) -> list[Path]:
+    """Copies of files, of which nothing is known from a run before."""
+    folder.mkdir()
+    return [Path(shutil.copy(file, folder)) for file in files]
 
 
 def operations(pipeline: Any, family: str, files: list[Path]) -> Iterator[tuple[str, Operation]]:
@@ -134,9 +141,10 @@ def main() -> None:
             prefix = "unet" if family == "sdxl" else "transformer"
             modules = [write_lora(getattr(pipeline, prefix), prefix, i, file) for i, file in enumerate(files)]
             plain, watched = [], []
-            for _ in range(given.repeats):
+            for number in range(given.repeats):
                 plain.append(run(setting, files, watched=False))
-                watched.append(run(setting, files, watched=True, profile=given.profile))
+                new = fresh(files, Path(folder) / str(number))
+                watched.append(run(setting, new, watched=True, profile=given.profile))
             bare, seen = least(plain), least(watched)
             print(f"{setting}: {modules[0]} modules, CPU ms   plain  watched  ratio  watch's own")
             for name, seconds in seen.items():

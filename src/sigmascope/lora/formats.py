@@ -124,6 +124,10 @@ _REFUSED: Final = (
     (re.compile(r".*\.reshape_weight"), "another size for the weight (reshape_weight)"),
     (re.compile(r".*\.lora_(?:up|down)\.\d+\.weight"), "the factor of one part of a fused layer"),
 )
+_SUSPECT: Final = re.compile(
+    r"\.bm\.weight|\.glora_|\.lora_E|\.ranknum|\.reshape_weight|\.lora_(?:up|down)\.\d"
+)
+"""What every refused key has in it."""
 Kind = str
 """`lora`, `lora_xs`, `embedding`, `tucker`, `loha`, `lokr`, `diff`, `set`, `up_bias`, or one of `BASE_CHANGES`."""
 PLAIN_KINDS: Final = frozenset({"lora", "lora_xs", "embedding"})
@@ -576,6 +580,8 @@ def _give_shared(groups: KeyGroups, shared: Mapping[str, str]) -> None:
 
 
 def _refuse(path: Path, key: str) -> None:
+    if _SUSPECT.search(key) is None:
+        return
     kind = next((what for pattern, what in _REFUSED if pattern.fullmatch(key)), None)
     if kind is not None:
         raise LoraFormatError(

@@ -92,12 +92,22 @@ def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
 def blocked_norms(tensors: Sequence[Tensor]) -> list[float]:
     """`blocked_norm` of many tensors, with one read of each device."""
     pieces: list[tuple[int, Tensor]] = []
+    small: dict[object, list[tuple[int, Tensor]]] = {}
     for index, tensor in enumerate(tensors):
         flat = where_float64_is(tensor.detach()).reshape(-1)
+        if 0 < flat.numel() <= _FLOAT32_RUN**2:
+            small.setdefault((flat.numel(), flat.dtype, flat.device), []).append((index, flat))
+            continue
         starts = range(0, flat.numel(), _CACHED_ELEMENTS)
         pieces += [(index, flat[start : start + _CACHED_ELEMENTS]) for start in starts]
     with torch.no_grad():
-        read = read_numbers([_energy(piece).view(1) for _, piece in pieces])
+        sums = [_energy(piece).view(1) for _, piece in pieces]
+        for alike in small.values():
+            step = max(1, _CACHED_ELEMENTS // alike[0][1].numel())
+            for some in (alike[start : start + step] for start in range(0, len(alike), step)):
+                pieces += some
+                sums.append(torch.stack([flat for _, flat in some]).to(torch.float64).square().sum(1))
+        read = read_numbers(sums)
     energies = [0.0] * len(tensors)
     for (index, piece), energy in zip(pieces, read, strict=True):
         is_told = _LEAST_MEAN_SQUARE * piece.numel() <= energy < math.inf

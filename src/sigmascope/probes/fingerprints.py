@@ -406,6 +406,9 @@ class Samples(Mapping[str, Tensor]):
         both = [name for name in self._parts if name in old]
         alike = [name for name in both if self._parts[name].nbytes == old[name].nbytes]
         changed = set(both).difference(alike)
+        alike.sort(
+            key=lambda name: old[name].start
+        )  # as they lie, which is mostly as they lie in the other too
         now, then = (_bytes_in_order([parts[name] for name in alike]) for parts in (self._parts, old))
         is_other = now != then
         if is_other.any():
@@ -433,9 +436,10 @@ def _bytes_in_order(parts: Sequence[_Part]) -> UInt8[np.ndarray, " n"]:
     """The bytes of all; as they lie, where that is one after the other."""
     if not parts:
         return np.empty(0, np.uint8)
-    is_whole = all(one.held is other.held and one.end == other.start for one, other in pairwise(parts))
+    held = parts[0].held
+    is_whole = all(one.end == other.start and other.held is held for one, other in pairwise(parts))
     if is_whole:
-        return parts[0].held.numpy()[parts[0].start : parts[-1].end]
+        return held.numpy()[parts[0].start : parts[-1].end]
     return np.concatenate([part.held.numpy()[part.start : part.end] for part in parts])
 
 

@@ -26,6 +26,21 @@ _WORTH_KEEPING: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """Where the modules of a tree are registered, in their order.
+
+    Attributes:
+        parents: The index of the module that each is registered on; -1 of the model.
+        own_names: Its name there; "" of the model.
+        has_repeats: Whether a module is registered more than once: these say only where it was come upon first.
+    """
+
+    parents: list[int]
+    own_names: list[str]
+    has_repeats: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleTree:
     """A model's modules while they are looked at; let go of it then.
 
@@ -33,12 +48,14 @@ class ModuleTree:
         modules: The model first, each once, in the order of their names.
         names: Dotted, of the same; "" for the model.
         own: What is in each one's `__dict__`.
+        shape: Where each one is registered.
         derived: What was found out from the modules' places and classes alone; holds no module.
     """
 
     modules: Sequence[nn.Module]
     names: list[str]
     own: Sequence[Mapping[str, Any]]
+    shape: "Shape"
     derived: dict[object, Any]
 
     def derive(self, what: object, find: Callable[[], _Derived]) -> _Derived:
@@ -69,6 +86,7 @@ class _Outline:
 
     references: list[Callable[[], nn.Module | None]]
     names: list[str]
+    shape: Shape
     kinds: list[type]
     counts: list[int]
     child_names: list[str]
@@ -89,7 +107,7 @@ class _Outline:
         is_same = [*map(id, chain.from_iterable(map(dict.values, full)))] == self.child_ids and [
             *chain.from_iterable(full)
         ] == self.child_names
-        return ModuleTree(modules, self.names, own, self.derived) if is_same else None
+        return ModuleTree(modules, self.names, own, self.shape, self.derived) if is_same else None
 
 
 _OUTLINES: "weakref.WeakKeyDictionary[nn.Module, _Outline]" = weakref.WeakKeyDictionary()
@@ -138,45 +156,53 @@ def _tree_now(model: nn.Module) -> ModuleTree:
         tree = None
     if tree is not None:
         return tree
-    modules, names = _walk(model)
-    tree = ModuleTree(modules, names, [*map(vars, modules)], {})
+    modules, names, shape = _walk(model)
+    tree = ModuleTree(modules, names, [*map(vars, modules)], shape, {})
     if len(modules) >= _WORTH_KEEPING:
         with suppress(*PROBE_ERRORS):
             _OUTLINES[model] = _outline(tree)
     return tree
 
 
-def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
+def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str], Shape]:
     modules: list[nn.Module] = []
     names: list[str] = []
+    parents: list[int] = []
+    own_names: list[str] = []
     seen: set[int] = set()
-    waiting = [("", model)]
+    has_repeats = False
+    waiting = [("", model, -1, "")]
     while waiting:
-        name, module = waiting.pop()
+        name, module, parent, own_name = waiting.pop()
         if id(module) in seen:
+            has_repeats = True
             continue
+        place = len(modules)
         seen.add(id(module))
         modules.append(module)
         names.append(name)
-        held = registered(module, "_modules")
-        if held:
+        parents.append(parent)
+        own_names.append(own_name)
+        held = vars(module).get("_modules")
+        if held and (type(held) is dict or isinstance(held, Mapping)):
             start = f"{name}." if name else ""
             waiting += [
-                (start + own, child)
+                (start + own, child, place, own)
                 for own, child in reversed([*held.items()])
                 if isinstance(child, nn.Module)
             ]
-    return modules, names
+    return modules, names, Shape(parents, own_names, has_repeats)
 
 
 def _outline(tree: ModuleTree) -> _Outline:
     children = [own["_modules"] for own in tree.own]
     held = [*chain.from_iterable(map(dict.values, children))]
-    if not all(child is None or isinstance(child, nn.Module) for child in held):
+    if not all(issubclass(kind, nn.Module | None) for kind in {*map(type, held)}):
         raise TypeError("what is registered as a module is none, so that its id may become another's")
     return _Outline(
         [*map(weakref.ref, tree.modules)],
         tree.names,
+        tree.shape,
         [*map(type, tree.modules)],
         [*map(len, children)],
         [*chain.from_iterable(children)],

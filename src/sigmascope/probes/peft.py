@@ -225,7 +225,12 @@ def adapters_of(layer: nn.Module) -> list[str]:
     """The names of the adapters that a layer has."""
     names = _held(layer, "adapter_layer_names")
     held = [_by_adapter(layer, str(name)) for name in names] if isinstance(names, tuple) else []
-    return list(dict.fromkeys(str(adapter) for adapters in held if adapters for adapter in [*adapters]))
+    adapters = (_names_in(each) for each in held if each is not None)
+    return list(dict.fromkeys(str(adapter) for each in adapters for adapter in each))
+
+
+def _names_in(held: Any) -> list[Any]:
+    return [*(held._modules if type(held) is nn.ModuleDict else held)]
 
 
 def _of_adapter(
@@ -349,14 +354,19 @@ def by_adapter(layer: object, name: str) -> dict[str, Any]:
 def held_by(layer: object, name: str, adapter: str) -> Any:
     """What a layer keeps under `name` for one adapter; None if it keeps nothing."""
     held = _by_adapter(layer, name)
+    if type(held) is nn.ModuleDict:  # past its own methods, which take longer
+        return held._modules.get(adapter)
     return held[adapter] if held is not None and adapter in held else None
+
+
+_PLAIN_HOLDERS: Final = frozenset({dict, nn.ModuleDict, nn.ParameterDict, type(None)})
 
 
 def _by_adapter(layer: object, name: str) -> Any:
     """What holds something for each adapter; None if there is no such thing."""
     held = _held(layer, name)
     # These are asked first, since asking an abstract class takes long for thousands of layers.
-    is_plain = type(held) in (dict, nn.ModuleDict, nn.ParameterDict, type(None))
+    is_plain = type(held) in _PLAIN_HOLDERS
     return held if is_plain or isinstance(held, Mapping | nn.ModuleDict | nn.ParameterDict) else None
 
 
@@ -368,11 +378,14 @@ def _held(thing: object, name: str) -> Any:
     own = vars(thing)
     if name in own:
         return own[name]
-    for holder in ("_parameters", "_buffers", "_modules"):
-        held = own.get(holder)
-        if held and name in held:
-            return held[name]
-    return None
+    held = own.get("_parameters")
+    if held and name in held:
+        return held[name]
+    held = own.get("_modules")
+    if held and name in held:
+        return held[name]
+    held = own.get("_buffers")
+    return held[name] if held and name in held else None
 
 
 @lru_cache(maxsize=1024)
@@ -594,13 +607,38 @@ def _modules(
 
 
 def _places(tree: ModuleTree) -> _Places:
-    walked = [*_walk(tree.modules[0])]
-    return [*zip((name for name, _ in walked), tree.indices(module for _, module in walked), strict=True)]
+    shape = tree.shape
+    if shape.has_repeats or not _AROUND_WHOLE_MODELS.keys().isdisjoint(shape.own_names):
+        walked = [*_walk(tree.modules[0])]
+        return [*zip((name for name, _ in walked), tree.indices(module for _, module in walked), strict=True)]
+    inner_of = dict(_wrapping(tree))
+    names: list[str | None] = [""]
+    for parent, own in zip(shape.parents[1:], shape.own_names[1:], strict=True):
+        start, wrapped_name = names[parent], inner_of.get(parent)
+        if start is None or (wrapped_name is not None and own != wrapped_name):
+            names.append(None)  # part of an adapter
+        elif wrapped_name is not None:
+            names.append(start)
+        else:
+            names.append(f"{start}.{own}" if start else own)
+    return [(name, index) for index, name in enumerate(names) if name is not None]
 
 
 def _places_of_layers(tree: ModuleTree) -> _Places:
     places: _Places = tree.derive("adapted modules", partial(_places, tree))
-    return [(name, index) for name, index in places if wrapped(tree.modules[index]) is not None]
+    wrapping = {index for index, _ in _wrapping(tree)}
+    return [(name, index) for name, index in places if index in wrapping]
+
+
+def _wrapping(tree: ModuleTree) -> Iterator[tuple[int, str]]:
+    """Where layers of adapters are, and the name of what each wraps."""
+    shape = tree.shape
+    around = [place for place, own in zip(shape.parents, shape.own_names, strict=True) if own in _WRAPPED]
+    for place in sorted({*around}):
+        inner = wrapped(tree.modules[place])
+        if inner is not None:
+            held = registered(tree.modules[place], "_modules")
+            yield place, next(own for own in _WRAPPED if held.get(own) is inner)
 
 
 def _roots(model: object) -> Iterator[tuple[str, nn.Module]]:

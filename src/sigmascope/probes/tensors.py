@@ -240,7 +240,7 @@ def place_of(tensor: Tensor) -> object:
         turned = tensor.is_conj(), tensor.is_neg()
     except PROBE_ERRORS:
         return id(tensor)
-    return (str(tensor.device), address, *layout, tensor.dtype, *turned)
+    return (tensor.device, address, *layout, tensor.dtype, *turned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,13 @@ from sigmascope.probes.fingerprints import NO_SAMPLES, Fingerprint, Samples, beg
 from sigmascope.probes.forward_passes import detour_of, graph_beside
 from sigmascope.probes.models import (
     ATTENTION_LAYERS,
+    children_of,
     components_of,
     loadable_parts,
     own_buffers,
     own_parameters,
 )
-from sigmascope.probes.module_tree import ModuleTree, registered, tree_of
+from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.peft import adapted_modules, joined_weights, read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
 from sigmascope.stages.baseline import NO_WEIGHTS, most_common
@@ -49,7 +50,6 @@ _WRAPPED: Final = ("base_layer", "original_module")
 """Under which names PEFT's layers keep the layer that they wrap."""
 _TRANSPARENT: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Wrappers whose name is none of the weight's own: torch.compile's, FSDP's and checkpointing's."""
-_SPECIAL: Final = frozenset((*_WRAPPED, *_TRANSPARENT))
 _BY_PEFT: Final = "base_model.model."  # before every name in a PeftModel
 _REPLICATED: Final = "module."  # before every name in a data-parallel model
 _REPLICATING: Final = ("DataParallel", "DistributedDataParallel")
@@ -487,13 +487,9 @@ def weights_in(model: object, model_type: str) -> Weights:
     return Weights(base, adapters, frozenset(wrapped), kept)
 
 
-class _Place(NamedTuple):
-    """Where a walk is: the name without wrappers, the path with them, and inside of what."""
-
-    name: str
-    path: str
-    in_adapter: bool = False
-    wrapped: bool = False
+_Place = tuple[str, str, bool, bool]
+"""Where a module is: the name without wrappers and the path with them, as they stand before those of its tensors; whether it
+is part of an adapter; whether it is inside of what an adapter wraps."""
 
 
 def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, str, Tensor]]:
@@ -509,36 +505,44 @@ def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, str, Tensor]]:
                 yield place, name, tensor
 
 
-def _places(tree: ModuleTree) -> list[tuple[_Place, int]]:
-    walked = [*_walk(tree.modules[0])]
-    return [*zip((place for place, _ in walked), tree.indices(module for _, module in walked), strict=True)]
+def _places(tree: ModuleTree) -> "list[tuple[_Place, int]]":
+    shape = tree.shape
+    if shape.has_repeats:
+        walked = [*_walk(tree.modules[0])]
+        return [
+            *zip((place for place, _ in walked), tree.indices(module for _, module in walked), strict=True)
+        ]
+    around = {parent for parent, own in zip(shape.parents, shape.own_names, strict=True) if own in _WRAPPED}
+    wrapping = {index for index in around if hasattr(type(tree.modules[index]), "adapter_layer_names")}
+    places = [("", "", False, False)]
+    for parent, own in zip(shape.parents[1:], shape.own_names[1:], strict=True):
+        name, path, in_adapter, is_wrapped = places[parent]
+        if parent in wrapping and own in _WRAPPED:
+            places.append((name, f"{path}{own}.", in_adapter, True))
+        elif parent in wrapping:
+            places.append((f"{name}{own}.", f"{path}{own}.", True, is_wrapped))
+        else:
+            inner = name if own in _TRANSPARENT else f"{name}{own}."
+            places.append((inner, f"{path}{own}.", in_adapter, is_wrapped))
+    for index in wrapping:  # what such a layer has itself is an adapter's
+        name, path, _, is_wrapped = places[index]
+        places[index] = name, path, True, is_wrapped
+    return [*zip(places, range(len(places)), strict=True)]
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[_Place, nn.Module]]:
     """Each module as often as it occurs."""
-    waiting = [(_Place("", ""), module)]
+    waiting: list[tuple[_Place, nn.Module]] = [(("", "", False, False), module)]
     while waiting:
-        place, module = waiting.pop()
-        name, path, in_adapter, is_wrapped = place
-        held = registered(module, "_modules")
-        children = (
-            [(own, child) for own, child in held.items() if isinstance(child, nn.Module)] if held else []
-        )
-        if not children or held.keys().isdisjoint(_SPECIAL):
-            yield place, module
-            waiting += [
-                (_Place(f"{name}{own}.", f"{path}{own}.", in_adapter, is_wrapped), child)
-                for own, child in reversed(children)
-            ]
-            continue
-        wraps = hasattr(type(module), "adapter_layer_names") and any(own in _WRAPPED for own, _ in children)
-        yield place._replace(in_adapter=in_adapter or wraps), module
-        for own, child in reversed(children):
+        (name, path, in_adapter, is_wrapped), module = waiting.pop()
+        children = children_of(module)
+        wraps = hasattr(type(module), "adapter_layer_names") and any(own in children for own in _WRAPPED)
+        yield (name, path, in_adapter or wraps, is_wrapped), module
+        for own, child in reversed([*children.items()]):
             is_inner = wraps and own in _WRAPPED
-            inner_name = name if is_inner or own in _TRANSPARENT else f"{name}{own}."
+            inner = name if is_inner or own in _TRANSPARENT else f"{name}{own}."
             is_adapter = in_adapter or (wraps and not is_inner)
-            inner = _Place(inner_name, f"{path}{own}.", is_adapter, is_wrapped or is_inner)
-            waiting.append((inner, child))
+            waiting.append(((inner, f"{path}{own}.", is_adapter, is_wrapped or is_inner), child))
 
 
 def _namer(module: nn.Module | None) -> Callable[[str], str]:

@@ -19,7 +19,7 @@ from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
 from sigmascope.probes.peft import UNMERGED_NEXT
-from sigmascope.probes.reading import Reading, attempt
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt
 from sigmascope.probes.tensors import place_of
 from sigmascope.stages.coarse_weights import arrived
 from sigmascope.stages.codes import in_codes, in_numbers, scales_of
@@ -256,11 +256,13 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
     contents = {**kept.contents, **contents_of(_to_be_told_apart(patches_now, patches_before))}
     keys = {*patches_now, *patches_before}
     twins = {place_of(held.base[key]): key for key in keys if key in held.base}
+    addresses = {_address(held.base[key]) for key in keys if key in held.base}
     samples_before, samples_after = before.samples, after.samples
     is_changed = changes_of_content(before, after)
     for key, weight in now.items():
         content = is_changed(key)
-        twin = key if key in keys else twins.get(place_of(held.base[key]), key)
+        is_own = key in keys or _address(held.base[key]) not in addresses
+        twin = key if is_own else twins.get(place_of(held.base[key]), key)
         if not content and twin not in keys:
             continue
         sides = patches_now.get(twin, []), patches_before.get(twin, [])
@@ -287,6 +289,14 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
                 contents,
             ),
         )
+
+
+def _address(tensor: Tensor) -> int:
+    """The same of tensors of one `place_of`."""
+    try:
+        return tensor.data_ptr() or id(tensor)
+    except PROBE_ERRORS:
+        return id(tensor)
 
 
 def _is_same_by_name(*signed: SignedPatches) -> bool:

@@ -54,12 +54,13 @@ from sigmascope.probes.models import (
     file_facts,
     key_facts,
     loadable_parts,
-    module_facts,
     modules_in,
+    own_buffers,
+    own_parameters,
     unwrap,
 )
 from sigmascope.probes.module_tree import one_look
-from sigmascope.probes.reading import keeping_words
+from sigmascope.probes.reading import attempt, keeping_words
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import Role
@@ -443,9 +444,9 @@ class LoraModels:
         if path is None:
             return "none"
         named = self.denoiser if isinstance(self.denoiser, Mapping) else {"": self.denoiser}
-        facts = module_facts({**named, **(self.encoders or {})})
-        is_small = (facts.nbytes or 0) <= _MOST_BYTES_READ and facts.devices.keys() <= {"cpu"}
-        return "lora" if is_small else "none"
+        parts = (*named.values(), *(self.encoders or {}).values())
+        are_few = attempt(lambda: _are_quickly_read([part for part in parts if isinstance(part, nn.Module)]))
+        return "none" if are_few.value is False else "lora"
 
     def baseline(self, path: str | None) -> LoraBaseline:
         """The models before a LoRA is put on.
@@ -456,6 +457,15 @@ class LoraModels:
         from sigmascope.stages.lora_application import capture_lora_baseline
 
         return capture_lora_baseline(self.denoiser, self.encoders, path, keys=self.keys_to_read(path))
+
+
+def _are_quickly_read(models: list[nn.Module]) -> bool:
+    """Whether all that models hold is on the CPU, and not much."""
+    modules = [module for model in models for module in modules_in(model)]
+    held = (tensor for module in modules for _, tensor in (*own_parameters(module), *own_buffers(module)))
+    tensors = {id(tensor): tensor for tensor in held}.values()
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return nbytes <= _MOST_BYTES_READ and all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def lora_path(args: Arguments, kwargs: Keywords) -> str | None:
