@@ -86,3 +86,11 @@ def test_reading_registers_no_weight_anew(model: Any, inject: Inject) -> None:
     read_adapters(model)
     list(base_weights(model))
     assert model.attention.base_layer.in_proj_weight is before
+
+
+def test_layer_that_is_registered_twice_goes_by_its_first_name(model: Any, inject: Inject) -> None:
+    inject("conv")
+    model.again = model.conv
+    assert [patch.key for patch in read_adapters(model).value or ()] == ["conv.weight"]
+    assert "again.base_layer.weight" in model.state_dict()
+    assert "again.weight" not in dict(base_weights(model))
