@@ -341,11 +341,7 @@ def _analyze_model(
     )
     patches = read_model_patches(model, model_type)
     looks = look_again(before, model, model_type, patches)
-    by_key = patches.by_key()
-    kept = () if looks.kept.value is None else looks.kept.value.patches
-    before_by_key = ModelPatches(kept).by_key()
-    together = [(*by_key.get(key, ()), *before_by_key.get(key, ())) for key in {**by_key, **before_by_key}]
-    with norms_at_once(together):
+    with norms_at_once([patch] for patch in patches.patches if patch.state not in ("inactive", "failed")):
         begun = _begin_weight_changes(looks)
         described = _safe_patch_analysis(patches)
     weights, is_acting = _safe_weight_changes(looks, begun)
