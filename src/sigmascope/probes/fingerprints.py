@@ -406,9 +406,8 @@ class Samples(Mapping[str, Tensor]):
         both = [name for name in self._parts if name in old]
         alike = [name for name in both if self._parts[name].nbytes == old[name].nbytes]
         changed = set(both).difference(alike)
-        alike.sort(
-            key=lambda name: old[name].start
-        )  # as they lie, which is mostly as they lie in the other too
+        # As they lie in the one, which is mostly how they lie in the other too.
+        alike.sort(key=lambda name: old[name].start)
         now, then = (_bytes_in_order([parts[name] for name in alike]) for parts in (self._parts, old))
         is_other = now != then
         if is_other.any():
