@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora, idle_lora
+from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora
 from sigmascope.records.run import Finding, Run, Stage
+from sigmascope.reports.html import to_html
 
 ZEROS = {"id": "lora_is_zero", "severity": "warning", "message": "The LoRA changes nothing: all are zero."}
 REMARK = {"id": "lora_inactive", "severity": "info", "message": "a remark"}
@@ -59,6 +60,43 @@ def test_loras_that_act_at_the_end_have_a_line_with_their_strength(stages: tuple
     assert (
         acting_lora(run) == "The LoRA acts: ‖ΔW‖ / ‖W‖ is 20 % in the denoiser. 1 weight in use confirmed it."
     )
+
+
+def nan(acting: int) -> dict[str, Any]:
+    message = "Denoiser: the LoRA's change of 1 weight holds NaN or Inf: a."
+    return {
+        "id": "lora_not_finite",
+        "severity": "error",
+        "message": message,
+        "evidence": {"keys": 1, "acting": acting},
+    }
+
+
+def test_a_lora_with_nan_acts_in_no_sentence_of_any_surface() -> None:
+    run = run_of(applied(True, nan(1), share=0.199), call())
+    assert (acting_lora(run), spoiling_lora(run)) == (None, nan(1)["message"])
+    page = to_html(run)
+    assert "NaN or Inf" in page
+    assert "The LoRA acts" not in page
+    assert "in use confirmed it" not in page
+
+
+def test_nan_in_an_adapter_that_is_off_spoils_nothing_of_one_that_acts() -> None:
+    run = run_of(applied(True, nan(0), share=0.199), call())
+    assert spoiling_lora(run) is None
+    assert acting_lora(run) is not None
+
+
+def test_a_fault_beside_the_same_set_again_is_no_reason_why_loras_do_nothing() -> None:
+    as_before = {"id": "lora_as_before", "severity": "info", "message": "Nothing changed."}
+    partly = {
+        "id": "lora_partly_loaded",
+        "severity": "error",
+        "message": "1 of 3 modules is not on the model.",
+    }
+    run = run_of(applied(True, partly, share=0.199), applied(False, partly, as_before), call())
+    assert idle_lora(run) is None
+    assert acting_lora(run) is not None
 
 
 def lora(share: float | None, **states: int) -> dict[str, Any]:
@@ -133,7 +171,8 @@ def test_a_loader_that_fails_is_explained_by_what_the_file_shows(
 def test_a_lora_with_nan_comes_before_the_tensors_that_it_spoilt() -> None:
     tensors = Finding("values.not_finite", "error", "latent is the first tensor with NaN.", {})
     lora = Finding("lora_not_finite", "error", "The LoRA's change of 1 weight holds NaN.", {})
-    run = replace(run_of(call()), findings=(tensors, lora))
+    picture = Finding("picture.not_finite", "error", "1 of 1 picture holds NaN or infinity.", {})
+    run = replace(run_of(call()), findings=(picture, tensors, lora))
     assert headline(run).startswith(lora.message)
     assert headline(replace(run, findings=(tensors,))).startswith(tensors.message)
 

@@ -75,7 +75,7 @@ _TOLD_FIRST: Final = (
 _LONGEST_ERROR: Final = 800
 """Characters, where it is not shown whole."""
 _FAULTS: Final = ("critical", "error")
-_CAUSES: Final = {"values.not_finite": "lora_not_finite"}
+_CAUSES: Final = {"values.not_finite": "lora_not_finite", "picture.not_finite": "lora_not_finite"}
 """What a finding follows from, where the run has both."""
 
 

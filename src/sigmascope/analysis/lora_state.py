@@ -13,6 +13,10 @@ _IDLE = frozenset({"inactive", "failed"})
 """States of changes that do nothing."""
 _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
 """Findings on a file that say why a loader refuses it; so does one with a `cause` in its evidence."""
+_SPOILS: Final = "lora_not_finite"
+"""The finding on changes of which everything that they touch becomes NaN."""
+_AS_BEFORE: Final = "lora_as_before"
+"""The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
 
 def idle_lora(run: Run) -> str | None:
@@ -51,7 +55,11 @@ def _said(verdicts: list[Mapping[str, Any]]) -> str:
 
 
 def _is_idle(analysis: Mapping[str, Any]) -> bool:
-    return analysis.get("effective") is False and _cause(analysis.get("findings")) is not None
+    findings = analysis.get("findings")
+    if analysis.get("effective") is not False or _spoilt(analysis) is not None:
+        return False
+    is_as_before = any(_mapping(finding).get("id") == _AS_BEFORE for finding in findings or ())
+    return not is_as_before and _cause(findings) is not None
 
 
 def _is_change(analysis: Mapping[str, Any]) -> bool:
@@ -80,22 +88,32 @@ def refused_lora(failed: Stage) -> str | None:
     return None
 
 
+def spoiling_lora(run: Run) -> str | None:
+    """Where the LoRAs hold NaN or Inf, if these act as the last change left them: all that they make is spoilt."""
+    last = _last_change(run)
+    return None if last is None else _spoilt(last)
+
+
+def _spoilt(analysis: Mapping[str, Any]) -> str | None:
+    for finding in map(_mapping, analysis.get("findings") or ()):
+        if finding.get("id") == _SPOILS and _mapping(finding.get("evidence")).get("acting"):
+            return str(finding["message"])
+    return None
+
+
 def acting_lora(run: Run) -> str | None:
-    """How strongly the LoRAs act, if they do as the last change left them."""
+    """How strongly the LoRAs act, if they do as the last change left them and do not spoil all that they make."""
+    last = _last_change(run)
+    if spoiling_lora(run) is not None:
+        return None
     if of_prompt := [one for one in _of_prompt(run) if one.get("effective") is True]:
         return _said(of_prompt)
-    found = (stage.facts.get(_FACT) for stage in run.walk())
-    analyses = [
-        analysis
-        for analysis in found
-        if isinstance(analysis, Mapping) and (_is_change(analysis) or _is_idle(analysis))
-    ]
-    if not analyses or analyses[-1].get("effective") is not True or idle_lora(run) is not None:
+    if last is None:
         return None
     sides = [
-        (name, changes, _mapping(analyses[-1].get(f"{side}_lora_patches")))
+        (name, changes, _mapping(last.get(f"{side}_lora_patches")))
         for name, side in (("denoiser", "unet"), ("text encoders", "clip"))
-        if (changes := _mapping(analyses[-1].get(f"{side}_weight_changes")))
+        if (changes := _mapping(last.get(f"{side}_weight_changes")))
     ]
     is_on = any(_acting(patches) for _, _, patches in sides)
     if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
@@ -106,6 +124,19 @@ def acting_lora(run: Run) -> str | None:
     )
     words = f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "The LoRA acts."
     return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
+
+
+def _last_change(run: Run) -> Mapping[str, Any] | None:
+    """The analysis of the last change of LoRAs, if what it left computes something else than before."""
+    found = (stage.facts.get(_FACT) for stage in run.walk())
+    analyses = [
+        analysis
+        for analysis in found
+        if isinstance(analysis, Mapping) and (_is_change(analysis) or _is_idle(analysis))
+    ]
+    if not analyses or analyses[-1].get("effective") is not True or idle_lora(run) is not None:
+        return None
+    return analyses[-1]
 
 
 def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

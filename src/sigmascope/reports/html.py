@@ -36,7 +36,7 @@ from sigmascope.analysis.breakdown import (
     time_breakdown,
     times_in_words,
 )
-from sigmascope.analysis.lora_state import acting_lora, idle_lora
+from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import LORAS, NONE, recipe_groups, recipe_of
 from sigmascope.analysis.run_figures import GENERATION, known, percentile, step_seconds
@@ -333,10 +333,12 @@ def _peak_card(run: Run) -> dict[str, Any]:
 
 def _lora_card(run: Run) -> dict[str, Any]:
     """Whether the LoRAs of the run act, in two words and a sentence."""
-    why_not, acting = idle_lora(run), acting_lora(run)
+    why_not, spoils, acting = idle_lora(run), spoiling_lora(run), acting_lora(run)
     names = next((str(value) for name, value in recipe_of(run) if name == LORAS), None)
     if why_not is not None:
         return {"label": "LoRA", "figure": "does nothing", "note": why_not, "tone": "bad"}
+    if spoils is not None:
+        return {"label": "LoRA", "figure": "NaN or Inf", "note": spoils, "tone": "bad"}
     if acting is not None:
         return {"label": "LoRA", "figure": "acts", "note": acting, "tone": "good"}
     if names is None:

@@ -38,7 +38,13 @@ from sigmascope.stages.baseline import (
     measure,
     references_of,
 )
-from sigmascope.stages.lora_findings import IdleChange, application_findings, file_findings, idle_changes
+from sigmascope.stages.lora_findings import (
+    IdleChange,
+    application_findings,
+    file_findings,
+    idle_changes,
+    spoilt_weights,
+)
 from sigmascope.stages.lora_on_model import (
     FUSED,
     has_hooks,
@@ -330,6 +336,12 @@ class ModelAnalysis:
         """The changes that the baseline has."""
         return () if self.looks.kept.value is None else self.looks.kept.value.patches
 
+    @property
+    def is_newly_spoilt(self) -> bool:
+        """Whether a change with NaN or Inf acts on a weight that had no change before."""
+        before = {patch.key for patch in self.patches_before}
+        return not before.issuperset(spoilt_weights(self.patches))
+
 
 def _analyze_model(
     baseline: object, name: str, model_type: str, model: object, now: MemorySnapshot
@@ -400,7 +412,7 @@ def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
 
 def _is_effective(models: Sequence[ModelAnalysis]) -> Reading[bool]:
     """Whether any model computes something else than before; None if one could not be looked at."""
-    readings = [model.acts for model in models]
+    readings = [Reading(True) if model.is_newly_spoilt else model.acts for model in models]
     unknown = [reading for reading in readings if reading.value is None and reading.reason != NOT_SEEN]
     for candidates in ([r for r in readings if r.value], unknown, [r for r in readings if r.value is False]):
         if candidates:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from math import isfinite
 from typing import Final, NamedTuple
 
 import torch
@@ -208,13 +209,14 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
             reason=reason,
         )
     if not_finite:
-        key = not_finite[0]
         hold = (
             "LoRA's change of 1 weight holds"
             if len(not_finite) == 1
             else f"LoRA's changes of {len(not_finite)} weights hold"
         )
-        evidence: _Evidence = {"keys": len(not_finite), "example": key}
+        acting = spoilt_weights(patches)
+        key = next(iter(acting), not_finite[0])
+        evidence: _Evidence = {"keys": len(not_finite), "acting": len(acting), "example": key}
         yield verdict_finding("lora_not_finite", evidence, holders=f"{name}: the {hold}", first=key)
     for twice in patches["applied_twice"]:
         sources, keys = " and ".join(twice["sources"]), twice["keys"]
@@ -238,6 +240,18 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
         count = counted(inactive, "change is", "changes are")
         evidence = {"inactive": inactive, "keys": total}
         yield verdict_finding("lora_inactive", evidence, model=name, count=count)
+
+
+def spoilt_weights(patches: PatchAnalysis) -> list[str]:
+    """The weights on which a change with NaN or Inf acts."""
+    return [
+        key
+        for key in patches["not_finite"]
+        if any(
+            patch["finite"] is False and _acts_if_not_finite(patch["state"], patch["cause"])
+            for patch in patches["patch_details"][key]["patches"]
+        )
+    ]
 
 
 def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChange]:
@@ -267,6 +281,8 @@ def _idle_changes(
     extremes: Mapping[int, Reading[list[float]]],
     same_contents: Iterable[tuple[str, list[AppliedPatch], bool]],
 ) -> list[IdleChange]:
+    if any(_spoils(patch, extremes[id(patch)].value or []) for patch in applied.patches):
+        return []
     kept = attempt(before.kept.result).value
     acted: dict[str, set[str | None]] = {}
     for patch in sort_patches(kept.patches if kept else ()).acting:
@@ -283,6 +299,23 @@ def _idle_changes(
         else IdleChange(patch.key, *_why_idle(patch, zero.get(id(patch)), before, acted))
         for patch in applied.patches
     ]
+
+
+def begin_spoilt(patches: Sequence[AppliedPatch]) -> Pending[bool]:
+    """Whether one of these changes holds NaN or Inf and acts. Does not wait for an accelerator."""
+    return begin_extremes(patches).then(
+        lambda extremes: any(_spoils(patch, extremes[id(patch)].value or []) for patch in patches)
+    )
+
+
+def _spoils(patch: AppliedPatch, extremes: Sequence[float]) -> bool:
+    """As `spoilt_weights` tells."""
+    return not all(map(isfinite, extremes)) and _acts_if_not_finite(patch.state, patch.cause)
+
+
+def _acts_if_not_finite(state: str, cause: str | None) -> bool:
+    """At strength 0 it does too: 0 · NaN is NaN, and hosts multiply."""
+    return state not in ("inactive", "failed") or cause == "strength_zero"
 
 
 def _zero_tensor(patch: AppliedPatch, extremes: Sequence[float]) -> str | None:

@@ -378,6 +378,7 @@ class OnePatch(TypedDict):
     alpha: float | None
     scale: float | None
     finite: bool | None
+    cause: str | None
     unavailable: dict[str, str]
 
 

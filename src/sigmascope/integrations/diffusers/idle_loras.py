@@ -222,6 +222,7 @@ def begin_idle_lora_findings(
     is_attached = any(component_of(key) not in silent for key in on)
     runs = _begin_idle_at_work(at_work, scaled, is_attached=is_attached) if running else None
     waits = _begin_idle_left_out(left_out, patches, on, seen) if left_out else None
+    spoilt = None if running else _begin_spoilt_at_zero(at_work)
 
     def tell() -> list[dict[str, Any]]:
         of_running = [] if runs is None else runs.result()
@@ -229,13 +230,13 @@ def begin_idle_lora_findings(
         if running and not of_running:
             _remember_acting(running)
             return []
-        if left_out and not of_left_out:
+        if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
             return []
         unknown = [change for change in of_left_out if change.cause == _UNKNOWN]
         idle = unknown or [*of_running, *of_left_out, *([] if running else switched_off)]
         return [asdict(finding) for finding in idle_findings(idle)]
 
-    return Pending(tell, [begun for begun in (runs, waits) if begun is not None])
+    return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
 
 
 def _detour_in(pipeline: object, running: Loras) -> str | None:
@@ -264,15 +265,24 @@ def _begin_idle_at_work(
         scaled: The argument that scales them to 0, if one does.
         is_attached: Whether one of `attach_lora` is active there: it is neither looked at nor scaled by an argument.
     """
-    from sigmascope.stages.lora_findings import IdleChange, begin_all_idle
+    from sigmascope.stages.lora_findings import IdleChange, begin_all_idle, begin_spoilt
     from sigmascope.stages.model_snapshot import ModelPatches
 
     if is_attached:
         return Pending(list)
     acting = [patch for patch in patches if patch.state in ("lazy", "merged")]
     if scaled and all(patch.state == "lazy" and patch.adapter_type in _SCALED for patch in acting):
-        return Pending(lambda: [IdleChange(patch.key, "lora_scaled_to_zero", scaled) for patch in acting])
+        to_zero = [IdleChange(patch.key, "lora_scaled_to_zero", scaled) for patch in acting]
+        return begin_spoilt(acting).then(lambda is_spoilt: [] if is_spoilt else to_zero)
     return begin_all_idle(ModelPatches(tuple(patches)))
+
+
+def _begin_spoilt_at_zero(patches: "Sequence[AppliedPatch]") -> Pending[bool] | None:
+    """Whether a change of strength 0 holds NaN or Inf, which 0 does not take away; None if none has that strength."""
+    from sigmascope.stages.lora_findings import begin_spoilt
+
+    at_zero = [patch for patch in patches if patch.cause == "strength_zero"]
+    return begin_spoilt(at_zero) if at_zero else None
 
 
 def _begin_idle_left_out(

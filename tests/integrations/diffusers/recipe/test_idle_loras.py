@@ -12,6 +12,8 @@ from tests.families.pipelines import PROMPT
 from torch import Tensor
 
 import sigmascope
+from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora
 from sigmascope.records.run import Run
 
 pytestmark = [
@@ -130,6 +132,48 @@ def test_a_lora_of_zeros_changes_nothing_through_any_embeddings() -> None:
         embeds = encode(program.pipeline)
     for given in (embeds, encode(program.pipeline)):
         assert program.watched(**given) == (False, {"lora_is_zero"})
+
+
+@pytest.mark.parametrize("how", ["strength", "scale", "fused"])
+def test_nan_at_strength_zero_is_never_called_a_lora_that_changes_nothing(how: str) -> None:
+    """0 · NaN is NaN, and PEFT multiplies."""
+    pipeline = make_pipeline("sd15")
+    lora = lora_state(pipeline, ["unet"])
+    lora[next(name for name in lora if "lora_B" in name)][0, 0] = torch.nan
+    given: dict[str, Any] = {"cross_attention_kwargs": {"scale": 0.0}} if how == "scale" else {}
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(lora, adapter_name="a")
+        if how != "scale":
+            pipeline.set_adapters(["a"], [0.0])
+        if how == "fused":
+            pipeline.fuse_lora()
+        picture = generate(pipeline, "sd15", num_inference_steps=1, **given)
+    run = watching.record()
+    assert picture.isnan().any()
+    assert told(run) == set()
+    assert (idle_lora(run), acting_lora(run)) == (None, None)
+    spoilt = spoiling_lora(run)
+    assert spoilt is not None
+    assert "NaN or Inf" in spoilt
+    assert headline(run).startswith(spoilt)
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_nan_in_an_adapter_that_is_off_spoils_nothing() -> None:
+    pipeline = make_pipeline("sd15")
+    lora, bad = (lora_state(pipeline, ["unet"], seed=seed) for seed in (0, 1))
+    bad[next(name for name in bad if "lora_B" in name)][0, 0] = torch.nan
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(bad, adapter_name="a")
+        pipeline.load_lora_weights(lora, adapter_name="b")
+        pipeline.set_adapters(["b"])
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    run = watching.record()
+    assert not picture.isnan().any()
+    assert (idle_lora(run), spoiling_lora(run)) == (None, None)
+    acts = acting_lora(run)
+    assert acts is not None
+    assert acts.startswith("The LoRA acts")
 
 
 def test_embeddings_of_another_lora_are_not_this_ones() -> None:
