@@ -23,13 +23,13 @@ from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import align, layout_for
 from sigmascope.lora.factors import LoraFactors, scale_of_factors
 from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, is_layer_of, layout_of
-from sigmascope.lora.families.known import PARTS_BY_ENCODER
+from sigmascope.lora.families.known import PARTS_BY_ENCODER, must_have
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.file_family import FileFamily, file_family, title_of
 from sigmascope.lora.kinds.fused import Weights
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
 from sigmascope.lora.linalg import as_float64, same_matrix
-from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, parse_name
+from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, is_of_controlnet, parse_name
 from sigmascope.lora.reader import lora_in
 from sigmascope.lora.verdict import (
     LoraVerdict,
@@ -47,7 +47,7 @@ Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
 
 _REASONS_WITHOUT_NEAREST: Final = frozenset(
-    {"text_encoder_missing", "part_missing", "base_incomplete", "layer_missing", "twice"}
+    {"controlnet", "text_encoder_missing", "part_missing", "base_incomplete", "layer_missing", "twice"}
 )
 _PART_TITLES: Final = {
     "denoiser": "first denoiser",
@@ -55,7 +55,8 @@ _PART_TITLES: Final = {
     "text_encoder_2": "second text encoder",
     "text_encoder_3": "third text encoder",
 }
-_NUMBER: Final = re.compile(r"\d+")
+_NUMBER: Final = re.compile(r"(?<=_)((?:block)?)\d+(?=_)")
+"""Of a block, in a flat name: not that of `attn1`, `linear_1` or `net.2`, which are other layers of one block."""
 _MAX_PREFIX_WORDS: Final = 4
 _WORD: Final = re.compile(r"[^.]+\.")
 _FLAT_WORD: Final = re.compile(r"[^_]+_")
@@ -293,9 +294,15 @@ class MismatchReasons:
         self._family = family
         self._model_family = placing.layout.family
         self._near: dict[str, NearestNames] = {}
+        has_controlnet = any(map(is_of_controlnet, placing.layers))
+        self.is_for_controlnet = not has_controlnet and any(
+            is_of_controlnet(lora.stored_names.get(name, name)) for name in lora.names
+        )
 
     def explain(self, name: str) -> Mismatch:
         """Say why a module changes nothing."""
+        if self.is_of_controlnet(name):
+            return Mismatch("controlnet", "the file is for a ControlNet")
         twin = self._placing.twins.get(name)
         if twin is not None:
             return Mismatch("twice", f"{twin} changes the same layer and comes first")
@@ -313,6 +320,11 @@ class MismatchReasons:
             or self._of_prefix(name)
             or Mismatch("unknown", self._unknown(name))
         )
+
+    def is_of_controlnet(self, name: str) -> bool:
+        """Whether a module is for a ControlNet and for nothing in the model, though this may have a layer of that name."""
+        stored = self._lora.stored_names.get(name, name)
+        return self.is_for_controlnet and (is_of_controlnet(stored) or not parse_name(name).parts)
 
     def nearest(self, name: str) -> tuple[str, ...]:
         """The model's layer names that are nearest to a module's, in the module's part if the model has it."""
@@ -336,7 +348,7 @@ class MismatchReasons:
         """The model's layers by part and flat name without numbers."""
         numbers: defaultdict[tuple[Part, str], set[str]] = defaultdict(set)
         for (part, name), layers in self._placing.index.by_name.items():
-            numbers[part, _NUMBER.sub("#", name)] |= layers
+            numbers[part, _NUMBER.sub(r"\1#", name)] |= layers
         return dict(numbers)
 
     def _of_shape(self, misfit: Misfit) -> Mismatch:
@@ -371,7 +383,7 @@ class MismatchReasons:
         return Mismatch("other_architecture", self._families) if in_encoder and self._other_family else None
 
     def _of_block(self, name: str, parsed: ModuleName) -> Mismatch | None:
-        path = _NUMBER.sub("#", flat(parsed.path))
+        path = _NUMBER.sub(r"\1#", flat(parsed.path))
         parts: tuple[Part, ...] = parsed.parts or ("denoiser", "other")
         for part in parts:
             layers = self._other_numbers.get((part, path.removeprefix("text_model_")))
@@ -384,11 +396,23 @@ class MismatchReasons:
         return None
 
     def _of_variant(self, parsed: ModuleName) -> Mismatch | None:
-        if not is_layer_of(self._model_family, parsed.dotted("denoiser") or parsed.path):
+        path, title = parsed.dotted("denoiser") or parsed.path, title_of(self._model_family)
+        if not is_layer_of(self._model_family, path):
             return None
-        return Mismatch(
-            "layer_missing", f"some {title_of(self._model_family)} models have this layer, not this one"
-        )
+        blocks = must_have(self._model_family, path)
+        if blocks is not None and self._has_blocks(blocks):
+            _, _, layer = path.partition(f"{blocks}.")
+            name = layer.partition(".")[2]
+            return Mismatch(
+                "base_incomplete",
+                f"the model is incomplete: none of its {blocks} has {name}, which every {title} model has",
+            )
+        return Mismatch("layer_missing", f"some {title} models have this layer, not this one")
+
+    def _has_blocks(self, blocks: str) -> bool:
+        """Whether the denoiser has blocks of a list, by either of its names."""
+        start = f"{flat(blocks)}_#_"
+        return any(part == "denoiser" and name.startswith(start) for part, name in self._other_numbers)
 
     def _of_prefix(self, name: str) -> Mismatch | None:
         rest, cut = name, ""
@@ -433,7 +457,7 @@ def _module_verdict(
     facts = lora.facts_of(name)
     module = ModuleVerdict(name, facts.kind, facts.weight_shape, _part_of(name), facts.rank)
     keys = placing.keys.get(name, ())
-    if keys and name not in placing.misfits:
+    if keys and name not in placing.misfits and not reasons.is_of_controlnet(name):
         return replace(module, layers=keys, model_shape=tuple(shapes[keys[0]]))
     why = reasons.explain(name)
     misfit = placing.misfits.get(name)

@@ -309,6 +309,8 @@ def refuse_inputs(target: Path, *models: Checkpoint, flag: str = "--save_to") ->
             )
 
 
+_BASE_LAYER: Final = ".base_layer."
+"""Where PEFT keeps the layer that an adapter was put on."""
 _LORA_KEY_PARTS: Final = (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lora.up.", ".lora.down.")
 
 
@@ -318,11 +320,21 @@ def require_model(checkpoint: Checkpoint) -> None:
     Raises:
         ModelMismatchError: Names the file.
     """
-    if any(mark in key for key in checkpoint for mark in _LORA_KEY_PARTS):
+    of_lora = [key for key in checkpoint if any(mark in key for mark in _LORA_KEY_PARTS)]
+    if not of_lora:
+        return
+    wrapped = sum(_BASE_LAYER in key for key in checkpoint)
+    if wrapped:
         raise ModelMismatchError(
-            f"{checkpoint.path} is a LoRA, not a model.",
-            hint="Give a complete checkpoint, or merge the LoRA into its base first.",
+            f"{checkpoint.path} is a model with a LoRA in it: {counted(wrapped, 'tensor is', 'tensors are')} the base's own "
+            f"({_BASE_LAYER.strip('.')}), and {len(of_lora)} the adapter's. It was saved with PEFT's layers in place.",
+            hint="Save it again after merge_and_unload() (PEFT) or fuse_lora() and unload_lora_weights() (diffusers), or unload "
+            "the LoRA first to get the base back.",
         )
+    raise ModelMismatchError(
+        f"{checkpoint.path} is a LoRA, not a model.",
+        hint="Give a complete checkpoint, or merge the LoRA into its base first.",
+    )
 
 
 def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -> None:

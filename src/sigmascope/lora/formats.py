@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -478,6 +478,53 @@ FORMATS: Final = tuple(
 """All that this module defines, as commands list them."""
 
 
+class _OtherFile(NamedTuple):
+    """A kind of file that is taken for a LoRA.
+
+    Attributes:
+        mark: What one of its keys begins with.
+        what: What it is.
+        hint: Where to load it.
+    """
+
+    mark: re.Pattern[str]
+    what: str
+    hint: str
+
+
+_OTHER_FILES: Final = (
+    _OtherFile(
+        re.compile(r"lora_controlnet$"),
+        "a Control-LoRA: a ControlNet, kept as factors beside the U-Net",
+        "Load it where ControlNets are loaded: ComfyUI's Load ControlNet Model. diffusers cannot read it.",
+    ),
+    _OtherFile(
+        re.compile(r"lllite_"),
+        "a ControlNet-LLLite",
+        "Load it with sd-scripts, or ComfyUI's nodes for ControlNet-LLLite. diffusers cannot read it.",
+    ),
+    _OtherFile(
+        re.compile(
+            r"(?:.*\.)?controlnet_(?:cond_embedding|down_blocks|mid_block|blocks|x_embedder)\.|(?:control_model\.)?input_hint_block\."
+        ),
+        "a ControlNet",
+        "Load it where ControlNets are loaded: ControlNetModel.from_pretrained or from_single_file in diffusers, Load ControlNet "
+        "Model in ComfyUI.",
+    ),
+    _OtherFile(
+        re.compile(r"(?:image_proj|ip_adapter)\."),
+        "an IP-Adapter",
+        "Load it with pipe.load_ip_adapter in diffusers, or ComfyUI's nodes for IP-Adapters.",
+    ),
+    _OtherFile(
+        re.compile(r"(?:emb_params|string_to_param(?:\..*)?|clip_[lg])$"),
+        "a textual inversion (an embedding of a word)",
+        "Load it with pipe.load_textual_inversion in diffusers, or put it into ComfyUI's folder models/embeddings.",
+    ),
+)
+"""What is said of a file without a LoRA's keys; the first that fits."""
+
+
 def recognised(path: Path, shapes: Mapping[str, tuple[int, ...]], groups: KeyGroups) -> LoraFormat:
     """The format of a file.
 
@@ -498,6 +545,9 @@ def recognised(path: Path, shapes: Mapping[str, tuple[int, ...]], groups: KeyGro
             f"{path}: it holds no tensors, so it is not a LoRA.",
             hint="The tool that wrote it saved nothing: make the file again.",
         )
+    other = next((other for other in _OTHER_FILES if any(other.mark.match(key) for key in keys)), None)
+    if other is not None:
+        raise LoraFormatError(f"{path}: it is {other.what}, and no LoRA of a model.", hint=other.hint)
     known = ", ".join(lora_format.name for lora_format in FORMATS)
     known_formats = f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A)."
     family = layout_of(shapes).family

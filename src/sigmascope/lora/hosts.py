@@ -30,7 +30,7 @@ from sigmascope.lora.file import PEFT_CONFIGS, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import FileFamily, file_family
 from sigmascope.lora.formats import DIFF_M, MODULATION, NORM_SCALE, is_attention_projection
 from sigmascope.lora.layer_names import to_diffusers, to_sgm
-from sigmascope.lora.module_names import flat, parse_name, unflattened_denoiser
+from sigmascope.lora.module_names import flat, is_of_controlnet, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
 from sigmascope.lora.verdict import verdict_finding
 from sigmascope.records.run import Finding
@@ -193,6 +193,8 @@ def readings_and_findings(
 
 def _before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[_File, ...]":
     told = file_family(lora)
+    if any(is_of_controlnet(lora.stored_names.get(name, name)) for name in lora.names):
+        return tuple(_File(host, family_named(None), told, (), (), len(lora.names), {}) for host in HOSTS)
     family = family_named("sd15" if told.family is None and told.is_unet else told.family)
     modules = tuple(_modules(lora, checkpoint, family))
     encoders = tuple(_encoder_modules(lora, checkpoint, family))

@@ -121,6 +121,7 @@ _DOTTED_START: Final = re.compile(any_of(_DOTTED_STARTS))
 _FLAT_ANY_START: Final = re.compile(r"\w*?lora_(\w+)")
 _NORM_SCALE: Final = ".scale"
 """A norm's weight in the original files of FLUX and its like."""
+_CONTROLNET: Final = "controlnet"
 _MOST_PEELED: Final = 4
 """Words that wrappers put before a layer's path."""
 _USUAL_FLAT_START: Final = "lora_unet_"
@@ -203,6 +204,16 @@ def _peeled(path: str) -> str | None:
     return _without_wrapper(path, ".", _is_known)
 
 
+_OF_CONTROLNET: Final = re.compile(
+    r"(?:.*[._])?controlnet[._].*|(?:.*\.)?(?:control_model|input_hint_block|zero_convs|middle_block_out)\..*"
+)
+
+
+def is_of_controlnet(name: str) -> bool:
+    """Whether a name, of a module or a model's layer, is one that only a ControlNet has, or says that it is inside of one."""
+    return _OF_CONTROLNET.fullmatch(name) is not None
+
+
 def _without_wrapper(path: str, between: str, is_layer: Callable[[str], bool]) -> str | None:
     """The layer that a path ends with, if it has a few words before it; None if it is a layer itself, or none follows.
 
@@ -216,7 +227,9 @@ def _without_wrapper(path: str, between: str, is_layer: Callable[[str], bool]) -
         if is_layer(rest):
             return rest if rest != path else None
         word, found, rest = rest.partition(between)
-        if not found or word.isdigit():  # a numbered block is not a wrapper
+        if (
+            not found or word.isdigit() or word == _CONTROLNET
+        ):  # a numbered block or another model is no wrapper
             return None
     return None
 
@@ -484,6 +497,18 @@ class LayerIndex:
         """
         own = [name for name in lora.names if name.removesuffix(BIAS) not in self.layers]
         peeled = unwrapped(own, self._has_in_block)
+        is_for_controlnet = any(map(is_of_controlnet, lora.names))
+        if all(map(is_of_controlnet, self.layers)) or (
+            is_for_controlnet and any(map(is_of_controlnet, self.layers))
+        ):
+            for name in own:
+                rest = name.removeprefix(f"{_CONTROLNET}.")
+                candidates = (
+                    rest,
+                    f"{_CONTROLNET}.{rest}",
+                )  # of a ControlNet alone, and of one in a pipeline
+                inside = [path for path in candidates if path.removesuffix(BIAS) in self.layers]
+                peeled |= dict.fromkeys([name], inside[0]) if inside else {}
         if is_of_second_denoiser(lora.names) and not any(part == "denoiser_2" for part, _ in self.by_name):
             peeled |= {
                 name: _OWN_PREFIXES["denoiser"] + name.removeprefix(_OWN_PREFIXES["denoiser_2"])

@@ -8,7 +8,7 @@ ComfyUI 0.3 to 0.18 do with a file that is correct in itself.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import fsum
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -16,11 +16,13 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
 from sigmascope.lora.file_family import title_of
+from sigmascope.lora.module_names import is_of_controlnet
 from sigmascope.records.run import Finding, JsonScalar, Severity
 from sigmascope.units import counted, first_few
 
 _NOT_READ: Final = "the model's weights were not read"
 Reason = Literal[
+    "controlnet",
     "other_architecture",
     "other_shape",
     "transposed",
@@ -68,6 +70,14 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "critical",
         "None of the {modules} changes a weight of the model: {share} {words}{families}, such as {first}.",
         "{advice}",
+    ),
+    "lora_controlnet": VerdictRow(
+        "error",
+        _OF_MODULES,
+        'Load the file into the ControlNet: pipe.controlnet.load_lora_adapter(FILE, prefix=None), with prefix="controlnet" if its '
+        "names begin so. load_lora_weights and ComfyUI's LoRA loaders change denoisers and text encoders alone.",
+        "is for a ControlNet",
+        "are for a ControlNet",
     ),
     "lora_other_architecture": VerdictRow(
         "error",
@@ -834,6 +844,12 @@ def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
     """
     if verdict.format != "peft" or not verdict.modules:
         return
+    of_controlnet = [
+        module for module in verdict.modules if any(map(is_of_controlnet, (module.name, *module.layers)))
+    ]
+    if of_controlnet:
+        yield from _on_controlnet(of_controlnet, verdict)
+        return
     starts = {module.name.partition(".")[0] for module in verdict.modules if module.part == "denoiser"}
     if not starts or "transformer" in starts:
         return
@@ -858,6 +874,24 @@ def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
         f"Load it with pipe.{family.component}.load_lora_adapter(FILE, prefix=None), or convert it to PEFT's "
         "format, which adds the part (sigmascope lora convert).",
     )
+
+
+def _on_controlnet(modules: Sequence[ModuleVerdict], verdict: LoraVerdict) -> Iterator[Finding]:
+    """Where the ControlNet is given alone or beside the denoiser, its LoRA fits; but not by way of `load_lora_weights`."""
+    matched = [module for module in modules if module.layers]
+    if not matched:  # said module by module
+        return
+    finding = verdict_finding(
+        "lora_controlnet",
+        {"modules": len(matched), "of": len(verdict.modules), "first": matched[0].name},
+        count=len(matched),
+        modules=_modules(verdict),
+        words=MISMATCHES["controlnet"].words(len(matched)),
+        families="",
+        first=_first_modules(matched),
+    )
+    is_beside = any(layer.startswith("controlnet.") for module in matched for layer in module.layers)
+    yield finding if is_beside else replace(finding, severity="info")
 
 
 def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:

@@ -42,7 +42,13 @@ _HOST_OF_FINDING: Final = {
 }
 """Whose loader a finding about the file's form is about."""
 _ABOUT_NAMES: Final = frozenset(
-    {"lora_kohya_names", "lora_comfyui_names", "lora_prefix", "lora_comfyui_loses_attention"}
+    {
+        "lora_kohya_names",
+        "lora_comfyui_names",
+        "lora_prefix",
+        "lora_controlnet",
+        "lora_comfyui_loses_attention",
+    }
 )
 """Those that no longer matter where every module was found on the model."""
 _FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})

@@ -165,8 +165,10 @@ def _named_modules(unet: object, clip: object) -> dict[str, nn.Module]:
 
 
 def _name_of(module: nn.Module, usual: str) -> str:
-    is_transformer = usual == "unet" and "Transformer" in type(module).__name__
-    return "transformer" if is_transformer else usual
+    name = type(module).__name__ if usual == "unet" else ""
+    if "ControlNet" in name and not name.startswith("UNet"):
+        return "controlnet"
+    return "transformer" if "Transformer" in name else usual
 
 
 def match_applied(

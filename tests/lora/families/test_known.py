@@ -11,6 +11,7 @@ from tests.lora.families.real_shapes import MODELS, published
 
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import FAMILIES, family_misfit, layout_of, row_of_diffusers
+from sigmascope.lora.families.known import must_have
 from sigmascope.lora.file import LoraFile, lora_header
 from sigmascope.lora.file_family import file_family
 from sigmascope.lora.layer_names import to_sgm, usual_blocks
@@ -122,3 +123,38 @@ def test_a_published_model_is_told_and_has_a_width_that_its_family_knows(name: s
     inner = [shape for path, shape in shapes.items() if asks.fullmatch(path) and "audio" not in path]
     assert inner
     assert FAMILIES[family].is_unet or {shape[1] for shape in inner} <= set(FAMILIES[family].widths)
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own use of it
+@pytest.mark.parametrize(
+    "name", [name for name, model in MODELS.items() if not FAMILIES[model.family].is_unet]
+)
+def test_published_models_have_what_all_models_of_their_family_must_have(name: str) -> None:
+    """So that a model without it is called incomplete, and never one that is whole."""
+    family, shapes = published(name)
+    lists = {path.partition(".0.")[0] for path in shapes if ".0." in path}
+    parts = [part for row in FAMILIES[family].rows for part in row.parts if "#" in part]
+    musts = [part for part in parts if must_have(family, part.replace("#", "0")) in lists]
+    assert len(musts) > 5
+    have = {path.removesuffix(".bias") for path in shapes}
+    assert [part for part in musts if part.replace("#", "0") not in have and not _is_parameter(part)] == []
+
+
+def _is_parameter(path: str) -> bool:
+    """Not a layer but a tensor by itself, which the shapes here leave out."""
+    return path.endswith("scale_shift_table")
+
+
+def test_what_variants_lack_is_nothing_that_a_model_must_have() -> None:
+    for family, path in (
+        ("wan", "blocks.3.cross_attn.k_img"),
+        ("wan", "blocks.3.attn2.add_k_proj"),
+        ("wan", "condition_embedder.time_proj"),
+        ("sd3", "transformer_blocks.3.attn2.to_q"),
+        ("ltx2", "transformer_blocks.3.attn1.to_gate_logits"),
+        ("sana", "transformer_blocks.3.attn1.norm_q"),
+        ("flux", "blocks.3.attn1.to_q"),
+    ):
+        assert must_have(family, path) is None
+    assert must_have("wan", "blocks.3.ffn.2") == "blocks"
+    assert must_have("flux", "double_blocks.3.img_mlp.0") == "double_blocks"

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
+from torch import nn
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError
 from sigmascope.lora.pairs import CheckpointPair, PairOptions, open_pair
@@ -191,6 +193,21 @@ def test_a_lora_in_place_of_a_model_is_refused(make_model_pair: "MakePair", tmp_
         open_pair(files.base, tmp_path / "lora.safetensors"),
     ):
         pass
+
+
+def test_a_model_that_was_saved_with_its_lora_in_place_is_called_so(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), model)
+    base, tuned = save_pair(tmp_path, before, model.state_dict())
+    with (
+        pytest.raises(
+            ModelMismatchError, match=r"b\.safetensors is a model with a LoRA in it: 2 tensors"
+        ) as raised,
+        open_pair(base, tuned),
+    ):
+        pass
+    assert "merge_and_unload" in str(raised.value.hint)
 
 
 def save_pair(tmp_path: Path, base: "State", tuned: "State") -> tuple[Path, Path]:

@@ -25,7 +25,9 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.compatibility import incomplete_base
 from sigmascope.lora.extract import ExtractOptions
+from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import Part
+from sigmascope.lora.file import LoraFile
 from sigmascope.lora.merge import CombineOptions, merge_lora_files
 from sigmascope.lora.pairs import PairOptions
 from sigmascope.lora.ranks import FixedRank, RankRules
@@ -245,6 +247,32 @@ def test_blocks_with_a_hole_are_an_incomplete_model_and_no_variant(tmp_path: Pat
     assert "it has blocks.2, but no blocks.1" in verdict.findings[0].message
     with pytest.raises(ModelMismatchError, match=r"it has blocks\.2, but no blocks\.1"):
         merge_into_checkpoint([file], model, tmp_path / "merged.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("layer", "original"),
+    [("attn1.to_k", "self_attn.k"), ("attn2.to_q", "cross_attn.q"), ("ffn.net.2", "ffn.2")],
+)
+def test_a_layer_that_every_model_has_and_no_block_of_this_one_is_an_incomplete_model(
+    layer: str, original: str, tmp_path: Path
+) -> None:
+    whole = {key: tuple(tensor.shape) for key, tensor in tiny("wan").state_dict().items()}
+    model = {key: shape for key, shape in whole.items() if layer not in key}
+    assert len(model) < len(whole)
+    file, truth = built("wan-pipe", tmp_path)
+    verdict = judge_lora(file, model)
+    assert verdict.reasons == {"base_incomplete": sum(layer in path for path in truth)}
+    assert f"none of its blocks has {original}, which every WAN model has" in str(verdict.modules)
+
+
+def test_a_layer_is_in_no_other_block_because_one_with_another_number_in_its_name_is() -> None:
+    """Of a model of no known family, all blocks of which have `linear_2`, and none `linear_1`."""
+    factors = LoraFactors(torch.zeros(4, 1), torch.zeros(1, 4), 1.0, (4, 4))
+    lora = LoraFile({"transformer.rows.0.mix_1.linear_1": factors}, format="peft")
+    model = {f"rows.{number}.mix_2.linear_2.weight": (4, 4) for number in range(2)}
+    assert judge_lora(lora, model).reasons.keys() == {"unknown"}
+    other = {f"rows.{number}.mix_1.linear_1.weight": (4, 4) for number in range(1, 3)}
+    assert judge_lora(lora, other).reasons.keys() == {"block_missing"}
 
 
 def test_layers_that_a_distilled_unet_goes_without_are_no_hole() -> None:

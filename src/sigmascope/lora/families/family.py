@@ -244,6 +244,8 @@ class Family:
         vectors: The same as `layers` for norms and other tensors that are no layers, by the module's path; of names that
             both have, or that no checkpoint in original names has, there is none.
         variant: A regular expression for layers that only variants of it have.
+        sometimes: The same for layers of `layers`, in either naming, that some of its models lack in all blocks. What has
+            blocks without another layer is incomplete.
         twin: The beginning of the names of extra blocks in a variant, which have the same layers as the model's own.
         blocks: Lists of blocks, and layers outside of them, in the order in which a latent passes them, and what
             reports call them: `double_blocks.# = transformer_blocks`, or a name alone. `.#` marks a numbered list.
@@ -283,6 +285,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     vectors: str = ""
     variant: str | None = None
+    sometimes: str | None = None
     twin: str | None = None
     blocks: str = ""
     extra_blocks: tuple[str, ...] = ()

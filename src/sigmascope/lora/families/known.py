@@ -365,6 +365,25 @@ def is_layer_of(family: str, path: str) -> bool:
     return family in _families_of(path)
 
 
+def must_have(family: str, path: str) -> str | None:
+    """The list of blocks of which every model of a family has a layer in some block.
+
+    Args:
+        family: The family.
+        path: The layer's dotted path, in either naming.
+
+    Returns:
+        The list, such as `double_blocks`; None if the layer is in no block, or models of the family differ in it.
+    """
+    if _LAYERS.original(family, path) is None and _LAYERS.part(family, path) is None:
+        return None
+    blocks, number, _ = _template(path)[0].partition(".#.")
+    sometimes = family_named(family).sometimes
+    if not number or (sometimes is not None and re.fullmatch(sometimes, path)):
+        return None
+    return blocks
+
+
 def without_twin(path: str) -> str:
     """A layer's path, dotted or flat, without `Family.twin`: as in the model's own blocks."""
     return path[len(_twin(path)) :]

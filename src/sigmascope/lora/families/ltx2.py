@@ -83,6 +83,7 @@ LTX2: Final = Family(
         audio_proj_out
     """,
     variant=r"(?:connectors\.)?(?:audio|video)_(?:embeddings_)?connector\..*",
+    sometimes=r".*\.to_gate_logits",
     blocks="""
         patchify_proj = img_in
         proj_in = img_in

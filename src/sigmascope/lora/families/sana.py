@@ -47,6 +47,7 @@ SANA: Final = Family(
         final_layer.linear = proj_out
         final_layer.scale_shift_table = scale_shift_table
     """,
+    sometimes=r".*\.(?:[qk]_norm|norm_[qk])",
     blocks="""
         x_embedder = img_in
         patch_embed.proj = img_in

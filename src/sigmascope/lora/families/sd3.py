@@ -55,6 +55,7 @@ SD3: Final = Family(
         joint_blocks.#.x_block.attn2.ln_k = transformer_blocks.#.attn2.norm_k
         pos_embed = pos_embed.pos_embed
     """,
+    sometimes=r".*\.attn2\..*",
     blocks="""
         x_embedder = img_in
         pos_embed = img_in

@@ -80,6 +80,7 @@ WAN: Final = Family(
     """,
     vectors=_ANIMATE_NORMS,
     variant=r"(?:audio_injector|casual_audio_encoder|frame_packer|cond_encoder|trainable_cond_mask).*|.*(?:before_proj|after_proj)",
+    sometimes=r".*\.(?:cross_attn\.(?:[kv]|norm_k)_img|attn2\.(?:add_[kv]_proj|norm_added_k)|norm[23])",
     twin="vace_",
     blocks="""
         patch_embedding
