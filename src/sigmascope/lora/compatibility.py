@@ -47,7 +47,15 @@ Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
 
 _REASONS_WITHOUT_NEAREST: Final = frozenset(
-    {"controlnet", "text_encoder_missing", "part_missing", "base_incomplete", "layer_missing", "twice"}
+    {
+        "controlnet",
+        "text_encoder_missing",
+        "part_missing",
+        "base_incomplete",
+        "layer_lost",
+        "layer_missing",
+        "twice",
+    }
 )
 _PART_TITLES: Final = {
     "denoiser": "first denoiser",
@@ -148,12 +156,12 @@ def missing_in_variant(reasons: Mapping[str, "Mismatch"]) -> tuple[str, ...]:
     """The modules that a merge, a conversion or an application leaves out with a warning (`lora_layer_missing`).
 
     They are for layers that the model's family has and this variant does not, such as the image attention of WAN 2.1's
-    I2V model, which 2.2 lacks. A module that matches nothing for another reason is an error there.
+    I2V model, which 2.2 lacks; or that the model has lost in all its blocks. A module that matches nothing for another reason is an error there.
 
     Args:
         reasons: Of the modules that match nothing (`unmatched_reasons`).
     """
-    return tuple(name for name, why in reasons.items() if why.reason == "layer_missing")
+    return tuple(name for name, why in reasons.items() if why.reason in ("layer_missing", "layer_lost"))
 
 
 _LIST_OF_BLOCKS: Final = re.compile(r"((?:[^.]+\.)*?(?!input_|output_)[^.]*blocks)\.(?:block)?(\d+)\.")
@@ -404,7 +412,7 @@ class MismatchReasons:
             _, _, layer = path.partition(f"{blocks}.")
             name = layer.partition(".")[2]
             return Mismatch(
-                "base_incomplete",
+                "layer_lost",
                 f"the model is incomplete: none of its {blocks} has {name}, which every {title} model has",
             )
         return Mismatch("layer_missing", f"some {title} models have this layer, not this one")

@@ -31,6 +31,7 @@ Reason = Literal[
     "prefix",
     "base_incomplete",
     "block_missing",
+    "layer_lost",
     "layer_missing",
     "twice",
     "unknown",
@@ -134,6 +135,13 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
         "is for a block that the model does not have",
         "are for blocks that the model does not have",
+    ),
+    "lora_layer_lost": VerdictRow(
+        "error",
+        _OF_MODULES,
+        "Download the model again, all of it. One that was pruned on purpose applies all else: a merge or conversion leaves these modules out.",
+        "is for a layer that every model of the family has, and this one lacks in all its blocks: it is incomplete",
+        "are for layers that every model of the family has, and this one lacks in all its blocks: it is incomplete",
     ),
     "lora_layer_missing": VerdictRow(
         "warning",

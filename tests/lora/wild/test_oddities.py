@@ -261,7 +261,7 @@ def test_a_layer_that_every_model_has_and_no_block_of_this_one_is_an_incomplete_
     assert len(model) < len(whole)
     file, truth = built("wan-pipe", tmp_path)
     verdict = judge_lora(file, model)
-    assert verdict.reasons == {"base_incomplete": sum(layer in path for path in truth)}
+    assert verdict.reasons == {"layer_lost": sum(layer in path for path in truth)}
     assert f"none of its blocks has {original}, which every WAN model has" in str(verdict.modules)
 
 

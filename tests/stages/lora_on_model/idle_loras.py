@@ -221,7 +221,7 @@ def file_plants() -> Iterator[Plant]:
             "no known LoRA format",
             {"state.0.exp_avg": torch.zeros(4), "state.0.step": torch.zeros(1)},
         ),
-        ("an embedding", "no known LoRA format", {"emb_params": torch.zeros(2, 8)}),
+        ("an embedding", "it is a textual inversion", {"emb_params": torch.zeros(2, 8)}),
     ):
         yield Plant("lora_unreadable", phrase, name, partial(in_file, replaced(state), "sd15", "sd15"))
     for family, old, new in (
