@@ -101,6 +101,12 @@ _FLAT_STARTS: Final[dict[str, tuple[Part, ...]]] = {
     "lora_te4_": ("text_encoder_4",),
 }
 _DOTTED_STARTS: Final[dict[str, tuple[Part, ...]]] = {
+    # Of a trainer that put kohya's starts before dotted paths (ComfyUI's issue 4439).
+    **{
+        f"{start.removesuffix('_')}.": parts
+        for start, parts in _FLAT_STARTS.items()
+        if start.startswith("lora_te")
+    },
     "diffusion_model.": ("denoiser",),
     "denoiser.": ("denoiser",),
     "unet.": ("denoiser",),
