@@ -279,6 +279,8 @@ def _items(thing: object) -> list[tuple[str, object]]:
         return list(zip(thing._fields, thing, strict=False))
     if isinstance(thing, list | tuple):
         return [(str(index), value) for index, value in enumerate(thing)]
+    if type(thing).__name__ == "NestedTensor" and isinstance(parts := vars(thing).get("tensors"), list):
+        return [(str(index), value) for index, value in enumerate(parts)]  # ComfyUI's: a video, and its sound
     if is_dataclass(thing) and not isinstance(thing, type):
         return [(member.name, getattr(thing, member.name)) for member in fields(thing)]
     return []

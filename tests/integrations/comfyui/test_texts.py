@@ -77,6 +77,11 @@ def test_a_word_is_kept_where_the_node_offers_it(
         assert (WORD in saved.read_text()) is (is_prompt and privacy == "full")
 
 
+def test_a_prompt_that_ends_like_a_file_is_none(watch: Watch, classes: dict[str, Any]) -> None:
+    classes["Mine"] = Declared(mine=("STRING", {"multiline": True}))
+    assert WORD not in str(watch("none").run(graph(f"{WORD} in a recycle.bin")).facts)
+
+
 @pytest.mark.parametrize("value", [[WORD], {WORD: 1}, [[WORD, WORD]]])
 def test_words_within_a_value_are_not_kept(watch: Watch, classes: dict[str, Any], value: Any) -> None:
     classes["Mine"] = Declared(mine=("STRING",))

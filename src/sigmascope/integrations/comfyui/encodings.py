@@ -3,12 +3,11 @@
 Shapes are read when a node is done. Tokens are counted at the prompt's end, by the node's own tokenizer. No values are read.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.needs import output_data
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
@@ -68,17 +67,17 @@ class Encodings(Instrument):
         first = {name: first_of(value) for name, value in inputs.items()}
         kinds = getattr(call.get("obj"), "RETURN_TYPES", ())
         outputs = {str(kind): first_of(values) for kind, values in zip(kinds, result[0] or (), strict=False)}
-        clip, vae = first.get("clip"), first.get("vae")
+        clip, vae = weakly(first.get("clip")), weakly(first.get("vae"))
         if clip is not None and "CONDITIONING" in outputs:
             conditioning, reason = read_conditioning(outputs["CONDITIONING"])
-            encoders = attempt(lambda: find_encoders(clip)).value or ()
+            encoders = attempt(lambda: find_encoders(first.get("clip"))).value or ()
             facts = conditioning_facts(conditioning, encoders, False, reason)
             node.facts[TEXT_ENCODING] = {"conditioning": facts, "prompts": {}}
             texts = {name: value for name, value in first.items() if isinstance(value, str)}
-            made.encoded.append(_Encoded(node, weakref.ref(clip), texts))
+            made.encoded.append(_Encoded(node, clip, texts))
         if vae is not None and not outputs.keys().isdisjoint({"LATENT", "IMAGE"}):
             node.facts[VAE] = {"tensors": dict(_shapes([*first.values(), *outputs.values()]))}
-            made.coded.append((node, weakref.ref(vae)))
+            made.coded.append((node, vae))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """See `Instrument`."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import Need
 from sigmascope.integrations.comfyui.recording import PromptRecording
+from sigmascope.integrations.comfyui.texts import is_prompt
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
 
 FILES: Final = "files"
@@ -91,9 +92,11 @@ def _name_of(error: BaseException | None) -> str | None:
 
 
 def _named_files(graph: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The values of nodes that name model files; a prompt may end like one."""
     for node_id, node in graph.items():
-        for value in (node.get("inputs") or {}).values():
-            if isinstance(value, str) and Path(value).suffix.lower() in _SUFFIXES:
+        for name, value in (node.get("inputs") or {}).items():
+            is_file = isinstance(value, str) and Path(value).suffix.lower() in _SUFFIXES
+            if is_file and not is_prompt(str(node.get("class_type")), name):
                 yield str(node_id), value
 
 

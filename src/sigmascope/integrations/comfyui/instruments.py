@@ -7,6 +7,7 @@ it knows it, it stays off and says why; where it fails later, it takes itself of
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, ClassVar, Final, Literal, Protocol, TypedDict, runtime_checkable
@@ -179,6 +180,16 @@ class Instrument:
             "state": "on" if self.works else "off",
             "reason": self.reason,
         }
+
+
+def weakly(thing: Any) -> Callable[[], Any] | None:
+    """What gives a thing for as long as the host has it; None: it is nothing, or no object such as a model is one."""
+    if thing is None:
+        return None
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # a text, a number, a list: a node may call anything its "model"
+        return None
 
 
 def kinds() -> list[type[Instrument]]:

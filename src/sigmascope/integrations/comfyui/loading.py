@@ -3,6 +3,7 @@
 import sys
 import time
 from collections import Counter
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from sigmascope.integrations.comfyui.instruments import Instrument
@@ -48,10 +49,9 @@ class Loading(Instrument):
             return
         now = _on_devices()
         wanted = [
-            {**_known(patcher), "kept": id(getattr(patcher, "model", None)) in before}
-            for patcher in call.get("models") or ()
+            {**_known(patcher), "kept": _identity(patcher) in before} for patcher in call.get("models") or ()
         ]
-        asked = {id(getattr(patcher, "model", None)) for patcher in call.get("models") or ()}
+        asked = {_identity(patcher) for patcher in call.get("models") or ()}
         evicted = [was.name for key, was in before.items() if key not in now]
         in_part = [
             {"model": was.name, "bytes": was.loaded_bytes - now[key].loaded_bytes}
@@ -79,9 +79,20 @@ def _on_devices() -> dict[int, _OnDevice]:
     known = {}
     for loaded in sys.modules["comfy.model_management"].current_loaded_models:
         patcher = loaded.model
-        if patcher is not None:
-            known[id(patcher.model)] = _OnDevice(type(patcher.model).__name__, int(patcher.loaded_size()))
+        on_device = None if patcher is None else attempt(partial(_on_device, patcher)).value
+        if on_device is not None:
+            known[_identity(patcher)] = on_device
     return known
+
+
+def _on_device(patcher: Any) -> _OnDevice:
+    return _OnDevice(type(patcher.model).__name__, int(patcher.loaded_size()))
+
+
+def _identity(patcher: Any) -> int:
+    """The identity of a patcher's model; of what says of none, its own."""
+    model = attempt(lambda: patcher.model).value
+    return id(patcher if model is None else model)
 
 
 def _known(patcher: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ Read from the values that ComfyUI hands to the node, so that it is known of link
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sigmascope.probes.tensors import as_tensor
+from sigmascope.probes.reading import attempt
+from sigmascope.probes.tensors import as_tensor, leaves_of
 from sigmascope.records.run import CallFacts
 
 SAMPLING: Final = "sampling"
@@ -32,25 +33,35 @@ def sampling_facts(inputs: Mapping[str, Any]) -> dict[str, Any]:
         inputs: By name, as ComfyUI hands them over.
     """
     first = {name: first_of(value) for name, value in inputs.items()}
-    sigmas, guider = as_tensor(first.get("sigmas")), first.get("guider")
-    noise = first.get("noise")
+    sigmas = as_tensor(first.get("sigmas"))
     latent = next((first[name] for name in ("latent_image", "samples", "latent") if name in first), None)
-    samples = as_tensor(latent.get("samples")) if isinstance(latent, Mapping) else None
-    sampler = getattr(first.get("sampler"), "sampler_function", None)
-    facts: dict[str, Any] = {
-        "sampler": first.get("sampler_name") or _sampler_name(sampler),
+    samples = next(leaves_of(latent.get("samples")), None) if isinstance(latent, Mapping) else None
+    sampler_function = _attribute(first.get("sampler"), "sampler_function")
+    given: dict[str, Any] = {
+        "sampler": first.get("sampler_name", _sampler_name(sampler_function)),
         "scheduler": first.get("scheduler"),
-        "steps": first.get("steps") if sigmas is None else max(0, sigmas.shape[-1] - 1),
-        "cfg": first.get("cfg", getattr(guider, "cfg", None)),
-        "seed": first.get("seed", first.get("noise_seed", getattr(noise, "seed", None))),
+        "steps": max(0, sigmas.shape[-1] - 1) if sigmas is not None and sigmas.ndim else first.get("steps"),
+        "cfg": first.get("cfg", _attribute(first.get("guider"), "cfg")),
+        "seed": first.get("seed", first.get("noise_seed", _attribute(first.get("noise"), "seed"))),
         "denoise": first.get("denoise"),
-        "latent": None if samples is None else list(samples.shape),
     }
+    facts: dict[str, Any] = {
+        name: value if isinstance(value, str | int | float) else None for name, value in given.items()
+    }
+    facts["latent"] = None if samples is None else attempt(lambda: list(samples.tensor.shape)).value
     start, end = first.get("start_at_step"), first.get("end_at_step")
-    if start is not None or end is not None:
+    if isinstance(start, int) or isinstance(end, int):
         facts["from_step"], facts["to_step"] = start, end
-    facts["unavailable"] = {name: _NOT_SET for name, value in facts.items() if value is None}
+    facts["unavailable"] = {
+        name: _NOT_SET if given.get(name) is None else f"the node is given a {type(given[name]).__name__}"
+        for name, value in facts.items()
+        if value is None
+    }
     return facts
+
+
+def _attribute(thing: object, name: str) -> Any:
+    return attempt(lambda: getattr(thing, name, None)).value
 
 
 def _sampler_name(function: object) -> str | None:
@@ -64,7 +75,7 @@ def call_facts(sampling: Mapping[str, Any]) -> CallFacts:
     steps, cfg, seed = sampling.get("steps"), sampling.get("cfg"), sampling.get("seed")
     return CallFacts(
         num_inference_steps=steps if isinstance(steps, int) else None,
-        guidance_scale=float(cfg) if isinstance(cfg, int | float) else None,
+        guidance_scale=attempt(lambda: float(cfg)).value if isinstance(cfg, int | float) else None,
         batch_size=latent[0],
         seed=seed if isinstance(seed, int) else None,
     )

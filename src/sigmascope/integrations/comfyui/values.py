@@ -9,6 +9,7 @@ this prompt, because ComfyUI kept its output, is looked at too: it may have been
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import output_data
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
+from sigmascope.probes.reading import attempt
 from sigmascope.probes.tensors import leaves_of
 
 Kind = Literal["latent", "image", "other"]
@@ -88,7 +90,7 @@ class Values(Instrument):
         constant: dict[tuple[str, int], bool] = {}
         odd: list[dict[str, Any]] = []
         for look in looks:
-            what = look.why_not if look.lowest_and_highest is None else _what(*look.lowest_and_highest)
+            what = None if look.lowest_and_highest is None else _what(*look.lowest_and_highest)
             node = prompt.nodes.get(look.node)
             if look.kind != "other" and look.place in ("", "samples"):
                 constant[look.node, look.slot] = what == "constant"
@@ -140,20 +142,27 @@ def _tensors(values: Any) -> Iterator[tuple[str, Tensor]]:
     for number, leaf in enumerate(leaves_of(values)):
         if number >= _MOST_TENSORS:
             return
-        if leaf.tensor.is_floating_point() and leaf.tensor.numel() and leaf.tensor.device.type != "meta":
+        if attempt(partial(_has_values, leaf.tensor)).value:
             yield leaf.name, leaf.tensor
 
 
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0 and tensor.device.type != "meta"
+
+
 def _look(node: str, slot: int, kind: Kind, place: str, tensor: Tensor) -> _Look:
-    try:
-        lowest, highest = torch.aminmax(tensor.detach())
-    except RuntimeError as failure:  # a type that has no such reduction, such as float8, on this device
-        return _Look(node, slot, kind, place, None, f"{tensor.dtype}: {type(failure).__name__}")
-    return _Look(node, slot, kind, place, (lowest, highest), None)
+    # A type may have no such reduction on this device, as float8; a library's own tensors may know nothing of it.
+    looked = attempt(lambda: torch.aminmax(tensor.detach()))
+    if looked.value is None:
+        return _Look(node, slot, kind, place, None, f"{type(tensor).__name__}: {looked.reason}")
+    return _Look(node, slot, kind, place, (looked.value[0], looked.value[1]), None)
 
 
 def _what(lowest: Tensor, highest: Tensor) -> str | None:
-    low, high = float(lowest), float(highest)
+    read = attempt(lambda: (float(lowest), float(highest)))
+    if read.value is None:
+        return None
+    low, high = read.value
     if math.isnan(low) or math.isnan(high):
         return "NaN"
     if math.isinf(low) or math.isinf(high):
