@@ -12,7 +12,7 @@ from tests.comfy_shapes.adapters import lora_adapter
 from tests.comfy_shapes.modules import BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
 from tests.integrations.comfyui.conftest import Watch
-from tests.integrations.comfyui.host import Blocker, Host, Interrupted, Node, latent
+from tests.integrations.comfyui.host import SUCCESS, Blocker, Host, Interrupted, Node, latent
 
 from sigmascope.history.row import row_of
 from sigmascope.integrations.comfyui import lora as lora_instrument
@@ -88,6 +88,8 @@ def moved(host: Host, watch: Watch, bar: tuple[int | str, ...]) -> Run:
         ((1, 1, 2, 2, 3, 3), 3),  # each place is told twice, as for a picture that comes after it
         (("load", 1, 2, 3, 0, 1, 2, 3), 6),
         (("load", 1, 2, 3, "load", "tiles", "load", 1, 2, 3), 6),  # decoded in between, as for details
+        (("load", 1, 2, 3, 4, 5), 5),  # a sampler that finds its steps itself goes on at the bar's end
+        (("load", 1, 2, 3, 4, 5, "load", 1, 2, 3), 8),
     ],
 )
 def test_each_step_is_counted_once_however_the_bar_is_moved(
@@ -102,6 +104,27 @@ def test_a_step_whose_beginning_was_not_seen_is_left_out_with_the_reason(host: H
     sampler = nodes(moved(host, watch, (1, 2, 3, 1, 2, 3)))["3"]
     assert len(sampler.steps) == 5
     assert "began was not seen" in sampler.unavailable["steps"]
+
+
+def test_the_bar_s_end_is_no_beginning_of_another_bar_s_step(host: Host, watch: Watch) -> None:
+    sampler = nodes(moved(host, watch, ("load", 1, 2, 3, 4, 1, 2, 3)))["3"]
+    assert len(sampler.steps) == 6
+    assert "began was not seen" in sampler.unavailable["steps"]
+
+
+def test_a_node_whose_output_another_one_gave_in_the_same_prompt_is_cached(watch: Watch, host: Host) -> None:
+    """ComfyUI runs one of several nodes with the same inputs, and tells of the others as of one that ran."""
+    execute = host.execute
+
+    async def shared(dynprompt: Any, node_id: str, prompt_id: str) -> Any:
+        if node_id != "4":
+            return await execute(dynprompt, node_id, prompt_id)
+        dynprompt.outputs["4"] = dynprompt.outputs["2"]
+        return SUCCESS, (), None
+
+    host.execute = shared  # type: ignore[method-assign]
+    run = watch().run({**GRAPH, "4": GRAPH["2"]})
+    assert states(run) == {"1": "run", "2": "run", "3": "run", "4": "cached"}
 
 
 def test_steps_that_comfyui_leaves_out_are_missing_with_a_reason_where_bars_are_not_heard(
@@ -225,6 +248,16 @@ def test_tiles_are_a_fallback_only_where_nobody_asked_for_them(
     run = watch().run(with_node("Decode"))
     assert nodes(run)["4"].facts["tiled"] == [{"method": "decode_tiled_", "fallback": fallback}]
     assert ("comfyui.tiled_fallback" in [finding.id for finding in run.findings]) is fallback
+
+
+def test_nan_in_the_sound_of_a_video_is_found(watch: Watch, host: Host) -> None:
+    """Its latent is of two tensors, in an object of ComfyUI's own."""
+    both = [torch.rand(1, 8, 2, 4, 4), torch.full((1, 8, 16), float("nan"))]
+    nested = type("NestedTensor", (), {})()
+    nested.tensors = both
+    host.nodes["Sampler"] = Node(("LATENT",), lambda **_: ({"samples": nested},))
+    run = watch().run(with_node("Sampler"))
+    assert run.facts["comfyui"]["first_odd_output"]["what"] == "NaN"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.integrations.comfyui.conftest import Watch
 from tests.integrations.comfyui.host import Host, Node, latent
 from tests.integrations.comfyui.test_nodes import GRAPH, nodes, states, with_node
@@ -86,6 +87,51 @@ def test_bars_that_threads_move_at_once_are_heard(watch: Watch, host: Host) -> N
         return (latent_image,)
 
     host.nodes["Sampler"] = Node(("LATENT",), sample)
+    watched = watch()
+    watched.run(GRAPH)
+    assert watched.off() == {}
+
+
+def test_a_bar_that_a_thread_goes_on_moving_is_not_the_next_node_s(watch: Watch, host: Host) -> None:
+    """A download that goes on in the background, say: its bar told of steps of the sampler that came next."""
+    main = threading.main_thread()
+    host.module("comfy_execution.utils").get_executing_context = lambda: (
+        host.here if threading.current_thread() is main else None
+    )
+    bar = host.module("comfy.utils").ProgressBar(1000)
+
+    def move(*places: int) -> None:
+        in_a_thread(lambda: [bar.update_absolute(place) for place in places])
+
+    def start() -> Any:
+        move(1, 2, 3)
+        return (latent(),)
+
+    def sample(latent_image: Any, steps: int, **_: Any) -> Any:
+        move(4, 5, 6)
+        host.step_through(steps)
+        move(7, 8)
+        return (latent(),)
+
+    host.nodes |= {"Empty": Node(("LATENT",), start), "Sampler": Node(("LATENT",), sample)}
+    watched = watch()
+    first = nodes(watched.run(GRAPH))
+    assert (first["2"].facts["progress"], len(first["3"].steps)) == ({"done": 3, "of": 1000}, 3)
+    changed = {**GRAPH, "3": {**GRAPH["3"], "inputs": {**GRAPH["3"]["inputs"], "seed": 8}}}
+    assert len(nodes(watched.run(changed, "prompt-2"))["3"].steps) == 3
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", torch.tensor([1, 2])])
+@pytest.mark.parametrize("total", [3, None, float("inf"), float("nan")])
+def test_a_bar_that_stands_nowhere_is_not_heard(watch: Watch, host: Host, value: Any, total: Any) -> None:
+    def sample(latent_image: Any, **_: Any) -> Any:
+        host.module("comfy.utils").ProgressBar(total).update_absolute(value, total)
+        return (latent(),)
+
+    host.nodes["Sampler"] = Node(("LATENT",), sample)
+    host.module("comfy.utils").ProgressBar.update_absolute = lambda self, value, total=None, preview=None: (
+        None
+    )
     watched = watch()
     watched.run(GRAPH)
     assert watched.off() == {}

@@ -36,10 +36,19 @@ class Execution(Instrument):
         raised = error or (result[2] if isinstance(result, tuple) and len(result) > 2 else None)
         if error is not None or getattr(outcome, "name", None) == "FAILURE":
             prompt.ended(call.get("current_item"), raised if isinstance(raised, BaseException) else None)
+        elif getattr(outcome, "name", None) == "SUCCESS":
+            begun: set[object] = prompt.until_the_end(self.name, set)
+            if (
+                call.get("current_item") not in begun
+            ):  # ComfyUI has its output, maybe of a node with the same inputs
+                prompt.cached |= {str(call.get("current_item"))}
 
     def _begins(self, call: Call) -> None:
         prompt, inputs = self.session.prompt_of(call.get("prompt_id")), call.get("input_data_all")
         node = None if prompt is None else prompt.nodes.get(call.get("unique_id"))
+        if prompt is not None:
+            begun: set[object] = prompt.until_the_end(self.name, set)
+            begun.add(call.get("unique_id"))
         if prompt is None or node is None or not isinstance(inputs, dict):
             return
         if _is_blocked(inputs):

@@ -4,10 +4,13 @@ Nodes come by a progress handler as ComfyUI has them. ComfyUI 0.33 leaves out st
 it tells handlers, so steps are heard of where a node moves its bar; by the handler only where that cannot be wrapped.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import Need
@@ -34,6 +37,8 @@ class Progress(Instrument):
     def put_on(self) -> None:
         """See `Instrument`."""
         module = sys.modules[_MODULE]
+        # By bar, the prompt and the node that moved it first.
+        self._bars: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
         self.hears_bars = _BAR.fault() is None
         if self.hears_bars:
             self.wraps.append(Wrap(_BAR, self, before=self._moves))
@@ -50,14 +55,20 @@ class Progress(Instrument):
 
     def _moves(self, call: Call) -> None:
         prompt, node_id = self.here()
-        node = None if prompt is None else prompt.node(node_id)
-        if prompt is not None and node is not None:
-            bar, total = call.arguments[0], call.get("total")
-            maximum = bar.total if total is None else total
-            named = getattr(bar, "node_id", None)
-            prompt.ticked(
-                node if named is None else prompt.nodes.get(named), min(call.get("value"), maximum), maximum
-            )
+        bar, value, total = call.arguments[0], call.get("value"), call.get("total")
+        maximum = bar.total if total is None else total
+        if prompt is None or not (_is_place(value) and _is_place(maximum)):
+            return
+        if node_id is not None:
+            self._bars[bar] = prompt.prompt_id, node_id
+        elif bar in self._bars:  # a thread of its own moves it, maybe when its node has long ended
+            prompt_id, node_id = self._bars[bar]
+            if prompt_id != prompt.prompt_id:
+                return
+        elif (node := prompt.node(None)) is not None:
+            self._bars[bar] = prompt.prompt_id, node.id
+        named = getattr(bar, "node_id", None)
+        prompt.ticked(prompt.node(node_id) if named is None else prompt.nodes.get(named), value, maximum)
 
     def _made(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
         if error is None:
@@ -65,6 +76,11 @@ class Progress(Instrument):
             registry.register_handler(self._handler)
             if (prompt := self.session.prompt_of(registry.prompt_id)) is not None:
                 prompt.dynprompt = registry.dynprompt
+
+
+def _is_place(value: object) -> bool:
+    """Whether a bar can stand there."""
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _handler_of(kind: Any, instrument: Progress) -> Any:

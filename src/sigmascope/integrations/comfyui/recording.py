@@ -65,6 +65,7 @@ class NodeWatch:
         depth: How many nodes it came from, one from the other.
         is_in_step: Whether time counts for a step now.
         is_between_bars: Whether the sampler's bar stands at its end, or has not moved yet.
+        beyond: Where the bar's end is, if the step that time counts for begins there: some samplers go on.
         tiled_calls: Calls of a VAE that works in tiles now, whose bar is none of the sampler's.
         seen_steps: Sampling steps that have ended.
         last_tick: Where the sampler's bar stood last.
@@ -83,6 +84,7 @@ class NodeWatch:
         self.step: Step | None = None
         self.is_in_step = False
         self.is_between_bars = True
+        self.beyond: int | float | None = None
         self.tiled_calls = 0
 
     def add(self, fact: str, value: Any) -> None:
@@ -101,6 +103,7 @@ class PromptRecording:
     Attributes:
         dynprompt: ComfyUI's own view of the graph, with expanded nodes; None: not seen.
         nodes: Those that ran, in the order of their starts.
+        cached: Nodes whose outputs ComfyUI had, from earlier prompts or from a node with the same inputs.
         facts: What instruments say of the prompt as a whole.
         failure: What stopped the prompt, until it is over; None: nothing that was seen.
         started_ns: When it began to run, on `time.perf_counter_ns`.
@@ -189,7 +192,7 @@ class PromptRecording:
                 if node.step is None:
                     node.step = self.recorder.step()
                 node.context.run(node.step.__enter__)
-                node.is_in_step = True
+                node.is_in_step, node.beyond = True, None
 
     def ticked(self, node: NodeWatch | None, value: int | float, maximum: int | float) -> None:
         """A node's own bar moved: a sampling step has ended, or something else of which only the count is kept."""
@@ -198,7 +201,7 @@ class PromptRecording:
         if node.is_sampler and node.tiled_calls > 0:
             return
         if not node.is_sampler:
-            node.facts["progress"] = {"done": value, "of": maximum}
+            node.facts["progress"] = {"done": min(value, maximum), "of": maximum}
             return
         with self.lock:
             self._step_ended(node, value, maximum)
@@ -210,6 +213,9 @@ class PromptRecording:
             return
         if value == node.last_tick and (node.is_in_step or maximum > 1):  # told again
             return
+        if node.beyond is not None and (value <= node.last_tick or maximum != node.beyond):
+            # Another bar: when its first step began is not known.
+            self._drop_step(node)
         if value > 1 + (node.last_tick if value > node.last_tick else 0):
             node.stage.missing("steps", _SEVERAL_AT_ONCE)
         elif not node.is_in_step:
@@ -221,8 +227,8 @@ class PromptRecording:
             node.context.run(node.step.__exit__, None, None, None)
             node.seen_steps += 1
         node.stage.plan_steps(node.seen_steps + max(0, int(maximum - value)))
-        if value < maximum:
-            self.step_begins(node)
+        self.step_begins(node)
+        node.beyond = maximum if value >= maximum else None
 
     def ended(self, node_id: str, error: BaseException | None = None) -> None:
         """A node has ended, well or by what it raised. Again does nothing."""

@@ -173,7 +173,7 @@ class Session:
         withdraw(self._live.pop(prompt_id, None))
         for name, values in messages:
             if name == "execution_cached":
-                prompt.cached = frozenset(map(str, values.get("nodes", ())))
+                prompt.cached |= frozenset(map(str, values.get("nodes", ())))
             elif name in ("execution_error", "execution_interrupted"):
                 prompt.facts["stopped_by"] = {"node": values.get("node_id"), "how": name}
                 prompt.failure = prompt.failure or _told_of(name, values)
