@@ -25,8 +25,8 @@ from sigmascope.records.run import (
     stage_seconds,
 )
 
-_COMFYUI, _FILES, _KEPT_FILES, _VERDICTS = "comfyui", "files", "files_kept", "lora_verdicts"
-_KEPT_LORAS: Final = "loras_kept"
+_COMFYUI, _FILES, _KEPT_FILES = "comfyui", "files", "files_kept"
+_VERDICTS, _KEPT_LORAS = "lora_verdicts", "loras_kept"
 """Facts of a prompt of ComfyUI."""
 _LONGEST: Final = 500
 """Letters of one value; a record changed by hand may hold any."""
@@ -210,11 +210,16 @@ def _loras(run: Run) -> Iterator[str]:
         for name, lora in adapters.items():
             file = _mapping(lora).get("file")
             yield file if isinstance(file, str) and file else str(name).partition(".")[2] or str(name)
-        verdicts = stage.facts.get(_VERDICTS)
-        for verdict in verdicts if isinstance(verdicts, list | tuple) else ():
-            shown = _mapping(verdict).get("lora")
-            if isinstance(shown, str):
-                yield shown.replace("\\", "/").rpartition("/")[2]
+        yield from _judged(stage.facts.get(_VERDICTS))
+    yield from _judged(_mapping(run.facts.get(_COMFYUI)).get(_KEPT_LORAS))
+
+
+def _judged(verdicts: object) -> Iterator[str]:
+    """The files that verdicts of ComfyUI's nodes are about."""
+    for verdict in verdicts if isinstance(verdicts, list | tuple) else ():
+        shown = _mapping(verdict).get("lora")
+        if isinstance(shown, str):
+            yield shown.replace("\\", "/").rpartition("/")[2]
 
 
 def _device(run: Run, case: Case | None, noted: Mapping[str, Any]) -> str | None:

@@ -38,7 +38,7 @@ ROUTE: Final = "route"
 STAGE_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 STEP_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of histograms, in seconds: a step of a small model on a good card takes 10 ms, of a video 30 s."""
-_COMFYUI, _LORA, _VERDICTS = "comfyui", "lora_application", "lora_verdicts"
+_COMFYUI, _LORA, _VERDICTS, _KEPT_LORAS = "comfyui", "lora_application", "lora_verdicts", "loras_kept"
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,63}")
 """What a class, a stage or a model may be called in a label."""
 _ROUTE: Final = re.compile(r"/[A-Za-z0-9_./{}:*…-]{0,127}")
@@ -101,7 +101,7 @@ def measured(run: Run) -> Iterator[Measured]:
             None,
             _peaks(run.peak()),
             totals,
-            tuple(_verdicts(inside)),
+            (*_verdicts(inside), *_told(facts.get(_KEPT_LORAS))),
         )
         return
     for stage in _outermost(run.stages):
@@ -166,11 +166,15 @@ def _verdicts(stages: Sequence[Stage]) -> Iterator[Verdict]:
         analysis = stage.facts.get(_LORA)
         if isinstance(analysis, Mapping) and str(stage.facts.get("method", "load_")).startswith("load_"):
             yield _verdict(analysis.get("effective"))
-        told = stage.facts.get(_VERDICTS)
-        for verdict in told if isinstance(told, list | tuple) else ():
-            yield _verdict(_mapping(verdict).get("effective"))
+        yield from _told(stage.facts.get(_VERDICTS))
     calls = (stage for stage in stages if _mapping(_mapping(stage.facts.get(RECIPE)).get("loras")))
     yield from _of_call(next(calls, None))
+
+
+def _told(verdicts: object) -> Iterator[Verdict]:
+    """What was found out of the LoRAs of a node of ComfyUI."""
+    for verdict in verdicts if isinstance(verdicts, list | tuple) else ():
+        yield _verdict(_mapping(verdict).get("effective"))
 
 
 def _of_call(stage: Stage | None) -> Iterator[Verdict]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
-from sigmascope.integrations.comfyui.lora import KEPT, VERDICTS
+from sigmascope.integrations.comfyui.kept_loras import KEPT
+from sigmascope.integrations.comfyui.lora import VERDICTS
 from sigmascope.integrations.comfyui.one_line import parts_of_line, peak_bytes
 from sigmascope.integrations.comfyui.recording import COMFYUI, NODE
 from sigmascope.integrations.comfyui.session import PATTERN
@@ -126,7 +127,7 @@ def summary_of(run: Run, name: str) -> dict[str, Any]:
         "seconds": run.seconds,
         "time": seconds(run.seconds),
         "words": words,
-        "mark": _worst(_mark_of(node, stage, _kept_on(run, node))[0] for node, stage in _nodes(run)),
+        "mark": _worst(_mark_of(node, stage, run)[0] for node, stage in _nodes(run)),
     }
 
 
@@ -155,21 +156,15 @@ def _graph_of(run: Run) -> frozenset[tuple[str, str]]:
     )
 
 
-def _kept_on(run: Run, node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What was found of a node's LoRAs when it ran, where ComfyUI kept its output."""
-    return [one for one in run.facts[COMFYUI].get(KEPT, ()) if one["node"] == node["id"]]
-
-
-def _mark_of(
-    node: Mapping[str, Any], stage: Stage | None, kept: Sequence[Mapping[str, Any]]
-) -> tuple[Mark, list[str]]:
-    """How a node did, or what is kept of it, and why it is not good."""
+def _mark_of(node: Mapping[str, Any], stage: Stage | None, run: Run) -> tuple[Mark, list[str]]:
+    """How a node did, and why it is not good."""
     marks: list[Mark] = ["good"]
     reasons: list[str] = []
     if node["state"] in ("error", "interrupted"):
         marks.append("bad" if node["state"] == "error" else "warning")
         error = None if stage is None else stage.error
         reasons.append(error or ("it failed" if node["state"] == "error" else "it was interrupted"))
+    kept = [one for one in run.facts[COMFYUI].get(KEPT, ()) if one["node"] == node["id"]]
     for verdict in kept if stage is None else stage.facts.get(VERDICTS, ()):
         if verdict.get("effective") is not True:
             marks.append("bad" if verdict.get("effective") is False else "warning")
@@ -190,7 +185,7 @@ def _worst(marks: "Iterator[Mark] | Sequence[Mark]") -> Mark:
 
 
 def _node_view(node: Mapping[str, Any], stage: Stage | None, run: Run, device: str | None) -> dict[str, Any]:
-    mark, reasons = _mark_of(node, stage, _kept_on(run, node))
+    mark, reasons = _mark_of(node, stage, run)
     peak = None if stage is None else peak_bytes(stage, device)
     return {
         "id": node["id"],

@@ -4,30 +4,33 @@ Each weight that a hook is merged into is compared with what ComfyUI kept of it,
 is queued there on the host's thread, and read at the prompt's end.
 """
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sigmascope.integrations.comfyui.instruments import Instrument
-from sigmascope.integrations.comfyui.lora import VERDICTS, ZERO, in_words, path_of
+from sigmascope.integrations.comfyui.instruments import Instrument, weakly
+from sigmascope.integrations.comfyui.kept_loras import Kept, following, keep_verdict
+from sigmascope.integrations.comfyui.lora import VERDICTS, in_words, path_of
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
+from sigmascope.probes.reading import attempt
 from sigmascope.stages.lora_on_model import match_file, names_of_all
 
 _NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
+_ZERO: Final = "both strengths are 0"
 _NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
-_ELSEWHERE: Final = "the weights from before lie on another device"
+_ELSEWHERE: Final = "the weights from before cannot be compared, or lie on another device"
 
 
 class _Made(NamedTuple):
     """A LoRA of a node that makes hooks. `hook` is ComfyUI's mark of it, which all copies share; None: it made none."""
 
-    node: NodeWatch
+    node_id: str
+    slot: int
     name: str
     path: str | None
     hook: object | None
@@ -48,7 +51,7 @@ class _Seen:
     """
 
     def __init__(self) -> None:
-        self.made: list[_Made] = []
+        self.made: list[tuple[NodeWatch, _Made]] = []
         self.models: dict[object, dict[bool, _Model]] = {}
         self.changed: dict[tuple[object, bool], dict[str, Tensor | None]] = {}
 
@@ -71,6 +74,7 @@ class HookLora(Instrument):
 
     def put_on(self) -> None:
         """See `Instrument`."""
+        self._known: Kept[tuple[_Made, dict[str, Any]]] = Kept()
         self.wraps.append(Wrap(self.needs[0], self, before=self._registers))
         self.wraps.append(Wrap(self.needs[1], self, after=self._merged))
         self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
@@ -80,8 +84,11 @@ class HookLora(Instrument):
         patcher, prompt = call.get("self"), self.prompt_here()
         if prompt is not None:
             is_text, models = bool(patcher.is_clip), self._seen_in(prompt).models
-            for hook in call.get("hooks").hooks:
-                models.setdefault(hook.hook_ref, {})[is_text] = _Model(weakref.ref(patcher), is_text)
+            known = weakly(patcher)
+            if known is None:
+                return
+            for hook in getattr(call.get("hooks"), "hooks", ()):
+                models.setdefault(hook.hook_ref, {})[is_text] = _Model(known, is_text)
 
     def _merged(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
         """A weight was changed by hooks. What each of several hooks gave to one weight is not told apart."""
@@ -89,8 +96,7 @@ class HookLora(Instrument):
         if prompt is None or error is not None or key not in call.get("combined_patches"):
             return
         all_changed = self._seen_in(prompt).changed
-        kept, now = patcher.hook_backup[key][0], patcher.model.get_parameter(key)
-        changed = (kept != now.detach()).any() if kept.device == now.device else None
+        changed = attempt(lambda: _is_changed(patcher, key)).value
         for hook, keys in patcher.hook_patches.items():
             if key in keys:
                 all_changed.setdefault((hook, bool(patcher.is_clip)), {})[key] = changed
@@ -101,22 +107,41 @@ class HookLora(Instrument):
             return
         prompt = self.session.prompt_of(call.get("prompt_id"))
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
-        is_hook = "HOOKS" in getattr(call.get("obj"), "RETURN_TYPES", ())
-        if prompt is None or node is None or error is not None or not is_hook:
-            return
+        kinds = [str(kind) for kind in getattr(call.get("obj"), "RETURN_TYPES", ())]
         name = first_of(inputs.get("lora_name"))
-        strengths = [first_of(inputs.get(f"strength_{part}")) or 0.0 for part in ("model", "clip")]
-        group = first_of(result[0][0]) if any(strengths) else None
-        hook = None if group is None else group.hooks[-1].hook_ref
-        self._seen_in(prompt).made.append(_Made(node, str(name), path_of(name), hook))
+        if (
+            prompt is None
+            or node is None
+            or error is not None
+            or "HOOKS" not in kinds
+            or not isinstance(name, str)
+        ):
+            return
+        strengths = [first_of(inputs.get(f"strength_{part}")) for part in ("model", "clip")]
+        known = [strength for strength in strengths if isinstance(strength, int | float)]
+        slot = kinds.index("HOOKS")
+        made = attempt(lambda: first_of(result[0][slot]).hooks[-1].hook_ref)
+        is_off = bool(known) and not any(known)
+        if made.value is not None or is_off:  # else the node gave none, as one that is kept from running
+            hook = None if is_off else made.value
+            self._seen_in(prompt).made.append((node, _Made(node.id, slot, name, path_of(name), hook)))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
-        """Judge the LoRAs of the prompt's nodes that make hooks."""
+        """Judge the LoRAs of the prompt's nodes that make hooks, and name those of nodes that ComfyUI kept."""
         seen = self._seen_in(prompt)
-        for one in seen.made:
-            verdict = self._judge(one, seen)
-            verdict["says"] = f"{one.name}: {in_words(verdict)}"
-            one.node.add(VERDICTS, {"lora": one.name, **verdict})
+        anew: dict[str, list[tuple[_Made, dict[str, Any]]]] = {}
+        for node, one in seen.made:
+            verdict = self._said(one, seen)
+            node.add(VERDICTS, verdict)
+            anew.setdefault(node.id, []).append((one, verdict))
+        for node_id, (one, verdict) in self._known.of_prompt(prompt, anew):
+            # Where a node that follows was kept too, the hook was in force for it when it ran.
+            is_kept = any(follower in prompt.cached for follower in following(prompt, node_id, one.slot))
+            keep_verdict(prompt, node_id, verdict if is_kept else self._said(one, seen))
+
+    def _said(self, one: _Made, seen: _Seen) -> dict[str, Any]:
+        verdict = self._judge(one, seen)
+        return {"lora": one.name, **verdict, "says": f"{one.name}: {in_words(verdict)}"}
 
     def _seen_in(self, prompt: PromptRecording) -> _Seen:
         return prompt.until_the_end(self.name, _Seen)
@@ -127,7 +152,7 @@ class HookLora(Instrument):
         }  # fmt: skip
         known = seen.models.get(one.hook, {})
         if one.hook is None or not known:
-            return {**verdict, "modules_used": 0, "why": ZERO if one.hook is None else _NOT_TAKEN}
+            return {**verdict, "modules_used": 0, "why": _ZERO if one.hook is None else _NOT_TAKEN}
         models = {is_text: model.patcher() for is_text, model in known.items()}
         matching = match_file(one.path, models.get(False), models.get(True))
         if matching.value is None:
@@ -153,6 +178,12 @@ class HookLora(Instrument):
             if matching.value.matched and not was_in_force
             else next(iter(grave), None),
         }
+
+
+def _is_changed(patcher: Any, key: str) -> Tensor | None:
+    """Whether a weight is another one than ComfyUI kept of it, on its device; None: they lie on different ones."""
+    kept, now = patcher.hook_backup[key][0], patcher.model.get_parameter(key)
+    return (kept != now.detach()).any() if kept.device == now.device else None
 
 
 def _read(looks: list[Tensor]) -> list[bool]:

@@ -1,24 +1,24 @@
 """The instrument that judges each LoRA of a prompt by the weights that were used with it.
 
 The loader's models before and after are remembered weakly. They are compared at the prompt's end, when the host has
-merged what it merges: by then the weights that the sampler used are there to be read. Of a loader that does not run,
-because ComfyUI kept its output, what was said of it then is told again, as of then.
+merged what it merges: by then the weights that the sampler used are there to be read. Patches of models that were put on a
+device say whether any node used what the loader gives. Of a loader whose output ComfyUI kept, the verdict is kept too.
 """
 
-import hashlib
-import json
 import sys
 import uuid
-import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
-from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.instruments import Instrument, weakly
+from sigmascope.integrations.comfyui.kept_loras import Kept, following, keep_verdict, links_of
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
+from sigmascope.probes.reading import attempt
 from sigmascope.stages.lora_application import (
     analyze_lora_application_results,
     capture_lora_baseline,
@@ -31,10 +31,6 @@ LORA: Final = "lora"
 """The fact of a node's stage: keys of the file and patches made of it, for each time."""
 VERDICTS: Final = "lora_verdicts"
 """The fact of a node's stage: whether the LoRA did anything, and why not."""
-KEPT: Final = "loras_kept"
-"""The prompt's fact that has the LoRAs of loaders that did not run, because ComfyUI kept their outputs, as judged before."""
-_MOST_KEPT: Final = 200
-_MOST_ANCESTORS: Final = 100
 _UNNAMED: Final = "(unnamed)"
 _DEEPEST: Final = 8
 """Levels of lists and dicts in which a node is given the names of LoRAs."""
@@ -42,57 +38,84 @@ _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at al
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
 """What a LoRA changes, by the kind of output that has it."""
 _ARRIVES: Final = ("lora_arrives_weak", "lora_arrives_noisy")
-ZERO: Final = "both strengths are 0"
-_ITS_ZERO: Final = "its strength is 0"
 _GONE: Final = "the models were gone when the prompt ended"
 
 
 class _Application(NamedTuple):
-    """A LoRA of a node, and why the node left it off, if it was told to.
-
-    `patches` has the identities of those made of its file; None: it is the node's only one.
-    """
+    """A LoRA of a node. `patches` has the identities of those made of its file; None: it is the node's only one."""
 
     node: NodeWatch
     models: Mapping[str, Callable[[], Any]]
     path: str | None
     name: str
-    leads_nowhere: frozenset[str]
+    kinds: tuple[str, ...]
     patches: frozenset[int] | None
-    why_off: str | None
 
 
-class _Judged(NamedTuple):
-    """What was said of a node's LoRAs, in which prompt, and what of its models went to no other node there."""
+class _Weighed(NamedTuple):
+    """What the weights say of a LoRA, whatever becomes of the model that has it.
 
-    prompt_id: str
-    verdicts: list[dict[str, Any]]
-    leads_nowhere: frozenset[str]
+    Attributes:
+        verdict: `effective`, and the `reason` if that is not known, or `why`.
+        modules: `name` and `acts` of each of the file's modules that is on the model.
+        of: How many modules the file has, if that is more.
+        has_denoiser: Whether the loader gives one.
+    """
+
+    verdict: dict[str, Any]
+    modules: Sequence[Mapping[str, Any]] = ()
+    of: int | None = None
+    has_denoiser: bool = False
+
+
+class _Known(NamedTuple):
+    """The verdict on a LoRA of a node that ran.
+
+    Attributes:
+        name: The file's.
+        kinds: Of the node's outputs.
+        weighed: What the weights said.
+        patches: By part of the model, its identity, and those of the LoRA's patches.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    weighed: _Weighed
+    patches: Mapping[str, tuple[int, frozenset[int]]]
 
 
 class _Seen:
-    """Of one prompt: the LoRAs of its nodes, and the identities of the patches made of each file that a node read."""
+    """Of one prompt.
+
+    Attributes:
+        applied: The LoRAs of its nodes.
+        patches: By node, the identities of the patches made of each file that it read.
+        in_use: By the identity of a model that was put on a device, those of all patches that it had there.
+    """
 
     def __init__(self) -> None:
         self.applied: list[_Application] = []
         self.patches: dict[str, list[frozenset[int]]] = {}
+        self.in_use: dict[int, set[int]] = {}
 
 
 class Lora(Instrument):
-    """Wraps `comfy.lora.load_lora` and `execution.get_output_data`."""
+    """Wraps `comfy.lora.load_lora`, `execution.get_output_data` and `comfy.model_management.load_models_gpu`."""
 
     name = "lora"
     gives = "LoRA keys and verdicts"
     needs = (
         Need("comfy.lora", "load_lora", ("lora", "to_load"), False),
         output_data("obj", "input_data_all"),
+        Need("comfy.model_management", "load_models_gpu", ("models",), False),
     )
 
     def put_on(self) -> None:
         """See `Instrument`."""
+        self._known: Kept[_Known] = Kept()
         self.wraps.append(Wrap(self.needs[0], self, after=self._loaded))
         self.wraps.append(Wrap(self.needs[1], self, after=self._outputs))
-        self._judged: OrderedDict[str, _Judged] = OrderedDict()
+        self.wraps.append(Wrap(self.needs[2], self, before=self._goes_to_a_device))
 
     def _loaded(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         prompt, node = self.prompt_here(), self.node_here()
@@ -100,6 +123,14 @@ class Lora(Instrument):
             node.add(LORA, {"keys": len(call.get("lora") or ()), "patches": len(result)})
             patches = prompt.until_the_end(self.name, _Seen).patches
             patches.setdefault(node.id, []).append(frozenset(map(id, result.values())))
+
+    def _goes_to_a_device(self, call: Call) -> None:
+        if (prompt := self.prompt_here()) is not None:
+            in_use = prompt.until_the_end(self.name, _Seen).in_use
+            for patcher in call.get("models") or ():
+                known = attempt(partial(_model_and_patches, patcher)).value
+                if known is not None:
+                    in_use.setdefault(known[0], set()).update(known[1])
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         inputs = call.get("input_data_all")
@@ -118,99 +149,95 @@ class Lora(Instrument):
             "unet": outputs.get("MODEL"),
             "clip": outputs.get("CLIP"),
         }
-        kept = {what: weakref.ref(model) for what, model in models.items() if model is not None}
+        kept = {what: known for what, model in models.items() if (known := weakly(model)) is not None}
         seen, names = prompt.until_the_end(self.name, _Seen), list(dict.fromkeys(_names_in(inputs)))
         patches = seen.patches.get(node.id, [])
         apart = len(names) > 1 and len(names) == len(patches)
         for at, name in enumerate(names or [_UNNAMED]):
-            own, nowhere = patches[at] if apart else None, _leads_nowhere(prompt, node.id, kinds)
-            off = _why_off(inputs)
-            seen.applied.append(_Application(node, kept, path_of(name), name, nowhere, own, off))
+            own = patches[at] if apart else None
+            seen.applied.append(_Application(node, kept, path_of(name), name, tuple(map(str, kinds)), own))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
-        """Judge the LoRAs of the prompt's loader nodes."""
-        for one in prompt.until_the_end(self.name, _Seen).applied:
-            models = {what: reference() for what, reference in one.models.items()}
-            if any(model is None for model in models.values()):
-                verdict: dict[str, Any] = {"effective": None, "reason": _GONE}
-            elif not models.keys() & {"unet", "clip"}:
-                verdict = {"effective": None, "reason": _NO_MODEL}
-            else:
-                verdict, analysis = judge(_with_own_patches(models, one), one.path, one.leads_nowhere)
-                own = one.node.facts.setdefault(one.node.name, {})
-                analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
-                own.update(analysis)
-                if one.why_off is not None and verdict["effective"] is False:
-                    verdict["why"] = one.why_off
-            verdict["says"] = f"{one.name}: {in_words(verdict)}"
-            one.node.add(VERDICTS, {"lora": one.name, **verdict})
-            self._remember(prompt, one, verdict)
-        kept = [
-            said
-            for node_id in prompt.graph
-            if node_id in prompt.cached
-            for said in self._kept(prompt, node_id)
-        ]
-        if kept:
-            prompt.facts[KEPT] = kept
+        """Judge the LoRAs of the prompt's loader nodes, and name those of loaders that ComfyUI kept."""
+        seen = prompt.until_the_end(self.name, _Seen)
+        anew: dict[str, list[_Known]] = {}
+        for one in seen.applied:
+            known = self._judge(one)
+            one.node.add(VERDICTS, _verdict_of(known, one.node.id, prompt, seen))
+            anew.setdefault(one.node.id, []).append(known)
+        for node_id, known in self._known.of_prompt(prompt, anew):
+            keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen))
 
-    def _remember(self, prompt: PromptRecording, one: _Application, verdict: Mapping[str, Any]) -> None:
-        made_of = _made_of(prompt.graph, one.node.id)
-        if made_of is None or verdict["effective"] is None:
-            return
-        before = self._judged.pop(made_of, None)
-        is_same = before is not None and before.prompt_id == prompt.prompt_id
-        told = before.verdicts if before is not None and is_same else []
-        told.append({"lora": one.name, "effective": verdict["effective"], "words": in_words(verdict)})
-        self._judged[made_of] = _Judged(prompt.prompt_id, told, one.leads_nowhere)
-        while len(self._judged) > _MOST_KEPT:
-            self._judged.popitem(last=False)
-
-    def _kept(self, prompt: PromptRecording, node_id: str) -> Iterator[dict[str, Any]]:
-        """What was said of a node's LoRAs when it ran, if it leads now where it led then."""
-        made_of = _made_of(prompt.graph, node_id)
-        judged = None if made_of is None else self._judged.get(made_of)
-        if judged is None or judged.leads_nowhere != _leads_nowhere(
-            prompt, node_id, _kinds_of(prompt, node_id)
-        ):
-            return
-        for one in judged.verdicts:
-            says = f"{one['lora']}: kept from prompt {judged.prompt_id[:8]}: {one['words']}"
-            told = {"lora": one["lora"], "effective": one["effective"], "says": says}
-            yield {"node": node_id, **told, "since_prompt": judged.prompt_id}
+    def _judge(self, one: _Application) -> _Known:
+        """Compare the loader's models, and put the analysis on its node."""
+        models = {what: reference() for what, reference in one.models.items()}
+        if any(model is None for model in models.values()):
+            return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _GONE}), {})
+        if not models.keys() & {"unet", "clip"}:
+            return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _NO_MODEL}), {})
+        models = _with_own_patches(models, one)
+        weighed, analysis = _weigh(models, one.path)
+        own = one.node.facts.setdefault(one.node.name, {})
+        analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
+        own.update(analysis)
+        patches: dict[str, tuple[int, frozenset[int]]] = {}
+        for part, word in (("unet", "denoiser"), ("clip", "text encoder")):
+            if part in models:
+                patcher, before = _patcher_of(models[part]), models.get(f"{part} before")
+                earlier = set() if before is None else set(_patches_of(_patcher_of(before)))
+                model = id(getattr(patcher, "model", None))
+                patches[word] = model, frozenset(set(_patches_of(patcher)) - earlier)
+        return _Known(one.name, one.kinds, weighed, patches)
 
 
-def _kinds_of(prompt: PromptRecording, node_id: str) -> Sequence[Any]:
-    """What the class of a node gives, by its own words."""
-    known = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
-    kinds: Sequence[Any] = getattr(known.get(prompt.info(node_id).get("class_type")), "RETURN_TYPES", ())
-    return kinds
+def _verdict_of(known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen) -> dict[str, Any]:
+    """The verdict on a LoRA of a node, with what became of the models that the node gave."""
+    nowhere, unused = _leads_nowhere(prompt, node_id, known.kinds), _unused(known, node_id, prompt, seen)
+    verdict = _with_use(known.weighed, nowhere, unused)
+    return {"lora": known.name, **verdict, "says": f"{known.name}: {in_words(verdict)}"}
 
 
-def _made_of(graph: Mapping[str, Any], node_id: str) -> str | None:
-    """A digest of a node and of all that it is made from, whatever their ids: so ComfyUI tells whether it has an output.
+def _model_and_patches(patcher: Any) -> tuple[int, frozenset[int]]:
+    return id(patcher.model), frozenset(_patches_of(patcher))
 
-    None: the graph does not say, or it is too much.
+
+def _patches_of(patcher: Any) -> Iterator[int]:
+    """The identities of a model's patches, as far as later ones leave them.
+
+    A patch is (strength, change, strength of what was there before, …); that of a model which was merged into this one holds
+    the other's patches. A merge that takes nothing of one of the two leaves out its patches.
     """
-    numbers: dict[str, int] = {node_id: 0}
-    shape: list[Any] = []
-    while len(shape) < len(numbers) <= _MOST_ANCESTORS:
-        node = graph.get(list(numbers)[len(shape)])
-        if not isinstance(node, Mapping):
-            return None
-        inputs: list[Any] = []
-        for name, value in sorted((node.get("inputs") or {}).items()):
-            source = numbers.setdefault(str(value[0]), len(numbers)) if _is_link(value) else None
-            inputs.append([name, value if source is None else value[1], source])
-        shape.append([node.get("class_type"), inputs])
-    if len(numbers) > _MOST_ANCESTORS:
-        return None
-    text = json.dumps(shape, sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+    todo = list((getattr(patcher, "patches", None) or {}).values())
+    while todo:
+        for patch in reversed(todo.pop()):
+            strength, change, before = (
+                (*patch, None, None, None)[:3] if isinstance(patch, tuple) else (None,) * 3
+            )
+            if not _is_zero(strength):
+                yield id(patch)
+                if isinstance(change, list):
+                    todo.append(change)
+            if _is_zero(before):
+                break
 
 
-def _is_link(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
+def _is_zero(strength: object) -> bool:
+    return isinstance(strength, int | float) and strength == 0
+
+
+def _unused(known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen) -> frozenset[str]:
+    """What of the models that a node gives was not used: the prompt used the same ones, but never with the LoRA's patches.
+
+    Where ComfyUI kept the output of a node that follows, it may have been used for that.
+    """
+    found = set()
+    for slot, kind in enumerate(known.kinds):
+        model, patches = known.patches.get(_KINDS.get(kind, ""), (0, frozenset()))
+        in_use = seen.in_use.get(model)
+        is_idle = patches and in_use is not None and in_use.isdisjoint(patches)
+        if is_idle and prompt.cached.isdisjoint(following(prompt, node_id, slot)):
+            found.add(_KINDS[kind])
+    return frozenset(found) if node_id in prompt.graph else frozenset()
 
 
 def _names_in(inputs: Mapping[str, Any]) -> Iterator[str]:
@@ -230,14 +257,6 @@ def _texts_in(value: Any, depth: int) -> Iterator[str]:
     elif depth and isinstance(value, list | tuple):
         for item in value:
             yield from _texts_in(item, depth - 1)
-
-
-def _why_off(inputs: Mapping[str, Any]) -> str | None:
-    """That a loader is given strengths, and each is 0."""
-    strengths = [first_of(inputs[name]) for name in ("strength_model", "strength_clip") if name in inputs]
-    if not strengths or any(strengths):
-        return None
-    return ZERO if len(strengths) > 1 else _ITS_ZERO
 
 
 def _with_own_patches(models: dict[str, Any], one: _Application) -> dict[str, Any]:
@@ -277,20 +296,13 @@ def path_of(name: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _leads_nowhere(prompt: PromptRecording, node_id: str, kinds: Sequence[Any]) -> frozenset[str]:
+def _leads_nowhere(prompt: PromptRecording, node_id: str, kinds: Sequence[str]) -> frozenset[str]:
     """What of the models that a node of the posted graph gives goes to no other node."""
     if node_id not in prompt.graph:
         return frozenset()
-    taken = {
-        (str(link[0]), link[1])
-        for taker in prompt.graph
-        for link in (prompt.info(taker).get("inputs") or {}).values()
-        if _is_link(link)
-    }
+    taken = {link for taker in prompt.graph for link in links_of(prompt.graph, taker)}
     return frozenset(
-        _KINDS[kind]
-        for slot, kind in enumerate(map(str, kinds))
-        if kind in _KINDS and (node_id, slot) not in taken
+        _KINDS[kind] for slot, kind in enumerate(kinds) if kind in _KINDS and (node_id, slot) not in taken
     )
 
 
@@ -304,6 +316,12 @@ def judge(
         path: The LoRA's file, if it is known.
         leads_nowhere: "denoiser" or "text encoder", where the loader gives it to no other node.
     """
+    weighed, analysis = _weigh(models, path)
+    return _with_use(weighed, leads_nowhere), analysis
+
+
+def _weigh(models: Mapping[str, Any], path: str | None) -> tuple[_Weighed, dict[str, Any]]:
+    """What the weights say, and the analysis that it is taken from; see `judge`."""
     # Of a file that is not known, the weights with changes: unseen, none of them would count as changed.
     keys: Literal["lora"] | frozenset[str] = "lora" if path else _changed_weights(models)
     baseline = capture_lora_baseline(models.get("unet before"), models.get("clip before"), path, keys=keys)
@@ -317,13 +335,26 @@ def judge(
         "seconds": analysis["analysis_seconds"],
         "why": next((finding["message"] for finding in _gravest(analysis)), None),
     }
-    modules = (analysis["applied_verdict"] or {}).get("modules", ())
+    modules = [
+        {"name": module["name"], "acts": module["acts"]}
+        for module in (analysis["applied_verdict"] or {}).get("modules", ())
+    ]
     left_out = [one["evidence"] for one in analysis["findings"] if one["id"] == "lora_part_left_out"]
-    if modules or left_out:
-        verdict |= use_of(modules, verdict, leads_nowhere, has_denoiser=unet is not None)
-    if left_out:
-        verdict["modules"] = left_out[0]["modules"]
-    return verdict, in_short(analysis)
+    of = left_out[0]["modules"] if left_out else None
+    return _Weighed(verdict, modules, of, unet is not None), in_short(analysis)
+
+
+def _with_use(
+    weighed: _Weighed, leads_nowhere: frozenset[str], unused: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    verdict = dict(weighed.verdict)
+    if weighed.modules or weighed.of is not None:
+        verdict |= use_of(
+            weighed.modules, verdict, leads_nowhere, has_denoiser=weighed.has_denoiser, unused=unused
+        )
+    if weighed.of is not None:
+        verdict["modules"] = weighed.of
+    return verdict
 
 
 def _changed_weights(models: Mapping[str, Any]) -> frozenset[str]:
@@ -338,6 +369,7 @@ def use_of(
     leads_nowhere: frozenset[str],
     *,
     has_denoiser: bool,
+    unused: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """What a verdict says of the modules of a file: how many act on weights that the prompt takes.
 
@@ -346,16 +378,18 @@ def use_of(
         verdict: What the weights say: `effective`, and `why`.
         leads_nowhere: "denoiser" or "text encoder", where the loader gives it to no other node.
         has_denoiser: Whether the loader gives one.
+        unused: The same, where no node that ran used it as the loader gives it.
     """
     acting = Counter(
         "text encoder" if is_for_text(module["name"]) else "denoiser" for module in modules if module["acts"]
     )
-    lost = [part for part in acting if part in leads_nowhere]
+    lost = [part for part in acting if part in leads_nowhere | unused]
     used = sum(count for part, count in acting.items() if part not in lost)
     effective, why = verdict["effective"], verdict["why"]
     if effective and lost:
         effective = used > 0
-        why = f"no node takes the {' and the '.join(lost)} that the loader gives"
+        how = "no node takes" if leads_nowhere.issuperset(lost) else "no node that ran uses"
+        why = f"{how} the {' and the '.join(lost)} that the loader gives"
     elif effective and has_denoiser and acting["text encoder"] and not acting["denoiser"]:
         why = why or "it changes the text encoder only"
     return {

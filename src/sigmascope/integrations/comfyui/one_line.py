@@ -47,10 +47,8 @@ def parts_of_line(run: Run) -> Iterator[str]:
             if tiles["fallback"]:
                 yield f"{stage.name} fell back to tiles"
                 break
-    yield from (
-        f"LoRA {verdict['says']}" for stage in nodes for verdict in stage.facts.get("lora_verdicts", ())
-    )
-    yield from (f"LoRA {kept['says']}" for kept in facts.get("loras_kept", ()))
+    verdicts = [verdict for stage in nodes for verdict in stage.facts.get("lora_verdicts", ())]
+    yield from (f"LoRA {verdict['says']}" for verdict in [*verdicts, *facts.get("loras_kept", ())])
     if (odd := facts.get("first_odd_output")) is not None:
         where = "what was kept of " if odd.get("kept") else ""
         yield f"{odd['what']} first in {where}{odd['class_type']} (node {odd['node']})"

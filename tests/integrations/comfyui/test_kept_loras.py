@@ -1,0 +1,186 @@
+"""LoRAs of nodes that do not run again, and of models that no node uses: on stand-ins."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.comfy_shapes.adapters import lora_adapter, lora_parts
+from tests.comfy_shapes.beside import Hook, HookGroup
+from tests.comfy_shapes.modules import BaseModel, Q
+from tests.comfy_shapes.patchers import ModelPatcher
+from tests.integrations.comfyui.conftest import Watch
+from tests.integrations.comfyui.host import Host, Node, latent
+from tests.integrations.comfyui.test_hook_lora import Patcher
+from tests.integrations.comfyui.test_nodes import nodes
+
+from sigmascope.history.row import row_of
+from sigmascope.integrations.comfyui.browser import view_of
+from sigmascope.integrations.comfyui.kept_loras import signature_of
+from sigmascope.integrations.comfyui.one_line import line_of
+from sigmascope.records.run import Run
+from sigmascope.reports.measurements import measured
+
+
+@pytest.fixture
+def host_with_lora(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host that loads a model, puts a LoRA on it or makes a hook of it, chooses between two models, and samples."""
+    file = tmp_path / "style.safetensors"
+    up, down, alpha, *_ = lora_parts()
+    parts = {"lora_B.weight": up, "lora_A.weight": down, "alpha": torch.tensor(alpha)}
+    save_file({f"{Q.removesuffix('.weight')}.{part}": value for part, value in parts.items()}, file)
+    folders = SimpleNamespace(
+        get_full_path=lambda _kind, _name: str(file), get_user_directory=lambda: str(tmp_path)
+    )
+    monkeypatch.setitem(sys.modules, "folder_paths", folders)
+    module = host.module("comfy.model_patcher")
+    module.ModelPatcher = type("ModelPatcher", (ModelPatcher,), dict(vars(Patcher)))
+
+    def put_on(model: Any, lora_name: str) -> Any:
+        changed = model.clone()
+        changed.add_patches({Q: lora_adapter()})
+        return (changed,)
+
+    def merge(model: Any, other: Any, ratio: float) -> Any:
+        """As ComfyUI merges: weights and patches of the second become one patch of the first."""
+        merged, weight = model.clone(), model.model.get_parameter(Q)
+        merged.add_patches({Q: [(weight, None), *other.patches.get(Q, ())]}, 1.0 - ratio, ratio)
+        return (merged,)
+
+    def sample(model: Any, latent_image: Any, hooks: Any = None, **_: Any) -> Any:
+        host.module("comfy.model_management").load_models_gpu([model])
+        if hooks is not None:
+            model.register_all_hook_patches(hooks, {})
+            model.patch_hook_weight_to_device(hooks, {Q: [0.5]}, Q)
+        return (latent(),)
+
+    def make_hook(lora_name: str, strength_model: float) -> Any:
+        return (HookGroup(Hook()),)
+
+    host.nodes |= {
+        "Base": Node(("MODEL",), lambda: (module.ModelPatcher(BaseModel()),)),
+        "Lora": Node(("MODEL",), put_on),
+        "Choose": Node(("MODEL",), lambda a, b, first: (a if first else b,)),
+        "Merge": Node(("MODEL",), merge),
+        "Hook": Node(("HOOKS",), make_hook),
+        "Sampler": Node(("LATENT",), sample),
+    }
+    return host
+
+
+def graph(model: str = "2", more: dict[str, Any] | None = None, *, seed: int = 1) -> dict[str, Any]:
+    return {
+        "1": {"class_type": "Base", "inputs": {}},
+        "2": {"class_type": "Lora", "inputs": {"model": ["1", 0], "lora_name": "style.safetensors"}},
+        "3": {"class_type": "Empty", "inputs": {}},
+        **(more or {}),
+        "9": sampler(model, seed),
+    }
+
+
+def sampler(model: str, seed: int, **more: Any) -> dict[str, Any]:
+    inputs = {"model": [model, 0], "latent_image": ["3", 0], "steps": 2, "sampler_name": "euler"}
+    return {"class_type": "Sampler", "inputs": {**inputs, "seed": seed, **more}}
+
+
+def choose(first: bool) -> dict[str, Any]:
+    return {"class_type": "Choose", "inputs": {"a": ["2", 0], "b": ["1", 0], "first": first}}
+
+
+def kept(run: Run) -> list[tuple[str, str, bool | None, int | None]]:
+    verdicts = run.facts["comfyui"].get("loras_kept", [])
+    return [(one["node"], one["lora"], one["effective"], one["modules_used"]) for one in verdicts]
+
+
+def test_a_prompt_names_the_lora_of_a_loader_that_comfyui_kept(watch: Watch, host_with_lora: Host) -> None:
+    watched = watch()
+    first = watched.run(graph(seed=1), "a")
+    again = watched.run(graph(seed=2), "b")
+    (verdict,) = nodes(first)["2"].facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"], kept(first)) == (True, 1, [])
+    assert kept(again) == [("2", "style.safetensors", True, 1)]
+    for run in (first, again):
+        assert row_of(run).loras == ("style.safetensors",)
+        assert [part.verdicts for part in measured(run)] == [("acts",)]
+        assert "LoRA style.safetensors: 1 of 1 module used" in line_of(run)
+        (loader,) = [node for node in view_of(run, "x")["nodes"] if node["id"] == "2"]
+        assert loader["reasons"] == ["LoRA style.safetensors: 1 of 1 module used"]
+
+
+@pytest.mark.parametrize("change", ["lora_name", "model"])
+def test_what_was_kept_belongs_to_a_loader_of_the_same_values(
+    watch: Watch, host_with_lora: Host, change: str
+) -> None:
+    watched = watch()
+    watched.run(graph(seed=1), "a")
+    other = graph(seed=2)
+    if change == "model":
+        other["1"]["inputs"]["of"] = "another"
+        host_with_lora.nodes["Base"].run = lambda of: (ModelPatcher(BaseModel()),)
+    else:
+        other["2"]["inputs"]["lora_name"] = "other.safetensors"
+    host_with_lora.cache["2", repr(other["2"])] = host_with_lora.cache["2", repr(graph()["2"])]
+    assert kept(watched.run(other, "b")) == []
+
+
+@pytest.mark.parametrize(("first", "effective"), [(True, True), (False, False)])
+def test_a_model_that_no_node_uses_makes_the_lora_one_that_does_nothing(
+    watch: Watch, host_with_lora: Host, first: bool, effective: bool
+) -> None:
+    """A node is given both models, and takes one: the graph's links do not say which."""
+    run = watch().run(graph("5", {"5": choose(first)}))
+    (verdict,) = nodes(run)["2"].facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"]) == (effective, int(effective))
+    assert verdict["why"] == (
+        None if effective else "no node that ran uses the denoiser that the loader gives"
+    )
+
+
+@pytest.mark.parametrize(
+    ("of", "ratio", "effective"),
+    [("model", 0.5, True), ("model", 0.0, False), ("other", 0.5, True), ("other", 1.0, False)],
+)
+def test_a_model_is_used_as_far_as_a_merge_takes_it(
+    watch: Watch, host_with_lora: Host, of: str, ratio: float, effective: bool
+) -> None:
+    models = {"model": ["1", 0], "other": ["1", 0], of: ["2", 0]}
+    merge = {"class_type": "Merge", "inputs": {**models, "ratio": ratio}}
+    (verdict,) = nodes(watch().run(graph("5", {"5": merge})))["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is effective
+
+
+def test_a_model_that_was_used_for_what_comfyui_kept_is_used(watch: Watch, host_with_lora: Host) -> None:
+    watched = watch()
+    watched.run(graph("2", {"8": sampler("1", 1)}), "a")
+    assert kept(watched.run(graph("2", {"8": sampler("1", 2)}), "b")) == [("2", "style.safetensors", True, 1)]
+
+
+def test_a_prompt_names_the_lora_of_a_hook_that_comfyui_kept(watch: Watch, host_with_lora: Host) -> None:
+    make = {"class_type": "Hook", "inputs": {"lora_name": "style.safetensors", "strength_model": 1.0}}
+    through = {"class_type": "Pass", "inputs": {"x": ["4", 0]}}
+    watched = watch()
+
+    def prompt(seed: int) -> dict[str, Any]:
+        return graph("2", {"4": make, "5": through, "8": sampler("1", seed, hooks=["5", 0])})
+
+    first = watched.run(prompt(1), "a")
+    (verdict,) = nodes(first)["4"].facts["lora_verdicts"]
+    assert verdict["effective"] is True
+    assert ("4", "style.safetensors", True, 1) in kept(watched.run(prompt(2), "b"))
+
+
+def test_a_signature_is_that_of_all_that_comes_before() -> None:
+    def chain(value: int) -> dict[str, Any]:
+        links = {str(at): {"class_type": "A", "inputs": {"x": [str(at - 1), 0]}} for at in range(1, 3000)}
+        return {"0": {"class_type": "A", "inputs": {"x": value}}, **links}
+
+    assert signature_of(chain(1), "2999", {}) == signature_of(chain(1), "2999", {})
+    assert signature_of(chain(1), "2999", {}) != signature_of(chain(2), "2999", {})
+
+
+def test_a_signature_of_nodes_in_a_circle_ends() -> None:
+    circle = {name: {"inputs": {"x": [other, 0]}} for name, other in (("a", "b"), ("b", "a"))}
+    assert signature_of(circle, "a", {})
