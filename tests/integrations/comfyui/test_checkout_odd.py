@@ -285,7 +285,7 @@ def test_records_that_cannot_be_written_cost_no_prompt(base: Path, tmp_path: Pat
         assert server.wait_for(prompt_id)["status"]["status_str"] == "success"
         assert server.pictures(prompt_id)
         assert server.ask("/sigmascope/prompts")["prompts"] == []
-        server.wait_for_log(r"sigmascope: a record was lost .*blocked")
+        server.wait_for_log(r"sigmascope: a record was not written .*blocked")
 
 
 def test_what_ends_the_worker_is_in_the_last_record(base: Path, tmp_path: Path) -> None:

@@ -44,6 +44,41 @@ def test_it_is_installed_seen_and_taken_away(comfyui: Path) -> None:
     assert "Nothing was installed" in run("uninstall", str(comfyui))
 
 
+def test_of_a_folder_that_is_a_link_the_link_is_taken_away(comfyui: Path, tmp_path: Path) -> None:
+    pack, elsewhere = node_pack.install(comfyui), tmp_path / "elsewhere"
+    pack.rename(elsewhere)
+    pack.symlink_to(elsewhere)
+    assert "Removed" in run("uninstall", str(comfyui))
+    assert not pack.is_symlink()
+    assert (elsewhere / "__init__.py").exists()
+
+
+def test_a_link_that_leads_nowhere_is_named(comfyui: Path) -> None:
+    (comfyui / "custom_nodes" / "sigmascope").symlink_to(comfyui / "nowhere")
+    with pytest.raises(ConfigError, match="leads nowhere"):
+        node_pack.install(comfyui)
+
+
+def test_a_folder_of_ours_under_another_name_is_ours(comfyui: Path) -> None:
+    """As where it was cloned, or copied by hand: two of them would be two loaders."""
+    packs = comfyui / "custom_nodes"
+    other = packs / "ComfyUI-Sigmascope"
+    node_pack.install(comfyui).rename(other)
+    (other / "requirements.txt").unlink()
+    assert json.loads(run("status", str(comfyui), "--json"))["installed"]
+    assert node_pack.install(comfyui) == other
+    assert (other / "requirements.txt").exists()
+    (packs / "sigmascope").mkdir()
+    (packs / "sigmascope" / "__init__.py").write_bytes((other / "__init__.py").read_bytes())
+    assert "Removed" in run("uninstall", str(comfyui))
+    assert list(packs.iterdir()) == []
+
+
+def test_a_folder_that_is_switched_off_is_not_installed(comfyui: Path) -> None:
+    node_pack.install(comfyui).rename(comfyui / "custom_nodes" / "sigmascope.disabled")
+    assert not node_pack.status(comfyui)["installed"]
+
+
 def test_status_says_which_functions_do_not_fit(comfyui: Path) -> None:
     why_not = {part["name"]: part["why_not"] for part in node_pack.status(comfyui)["instruments"]}
     assert why_not["files"] is None

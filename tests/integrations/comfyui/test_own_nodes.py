@@ -141,6 +141,18 @@ def test_each_prompt_s_report_is_written_when_it_is_over(watched: Any, outputs: 
     assert run.id in file.read_text(encoding="utf-8")
 
 
+def test_a_report_is_written_where_records_cannot_be(
+    watched: Any, outputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user folder is read-only, say, and the output folder is not."""
+    watched.session.folder = tmp_path / "a file" / "records"
+    watched.session.folder.parent.write_text("where a folder is wanted")
+    report = {"class_type": "Report", "inputs": {"name": "first"}}
+    watched.run({**GRAPH, "4": report})
+    assert [file.name for file in outputs.iterdir()] == ["first_00001_.html"]
+    assert "a record was not written" in caplog.text
+
+
 def test_a_name_outside_of_the_output_folder_writes_nothing_and_fails_nothing(
     watched: Any, outputs: Path, tmp_path: Path
 ) -> None:

@@ -296,6 +296,20 @@ def test_the_loader_gives_nodes_and_the_folder_of_scripts(begin: Any, server: Se
     assert len(server.handlers) == 4
 
 
+def test_a_second_copy_of_the_loader_does_nothing(
+    begin: Any, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sigmascope.integrations.comfyui import session
+
+    begin(server)
+    watching = session.current()
+    assert watching is not None
+    listeners = list(watching.listeners)
+    assert begin(server) == loader.Pack({}, {}, None)
+    assert watching.listeners == listeners
+    assert "twice" in caplog.text
+
+
 def test_without_a_server_to_show_them_prompts_are_watched_all_the_same(begin: Any) -> None:
     from sigmascope.integrations.comfyui import session
 

@@ -7,12 +7,15 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from sigmascope.integrations.comfyui import session
 from sigmascope.probes.reading import describe
 
 _log = logging.getLogger("sigmascope")
 _WEB: Final = Path(__file__).parent / "web"
+_SHOWN: Final[WeakSet[session.Session]] = WeakSet()
+"""Sessions whose prompts are on ComfyUI's page: a second copy of the folder finds the same one."""
 T = TypeVar("T")
 
 
@@ -33,6 +36,11 @@ class Pack(NamedTuple):
 def load() -> Pack:
     """Begin, and say what there is for ComfyUI. With `SIGMASCOPE=0` there are only nodes, so that workflows load."""
     watching = session.start()
+    if watching in _SHOWN:
+        _log.warning("sigmascope: custom_nodes has its loader twice: the second copy does nothing")
+        return Pack({}, {}, None)
+    if watching is not None:
+        _SHOWN.add(watching)
     web = None if watching is None else _or_none("the page shows no prompts", lambda: _serve(watching))
     nodes, titles = _or_none("nodes are missing", lambda: _nodes(watching)) or ({}, {})
     return Pack(nodes, titles, web)

@@ -17,6 +17,7 @@ from sigmascope.integrations.comfyui.instruments import kinds
 from sigmascope.integrations.comfyui.session import FOLDER, PATTERN, STATUS_FILE
 
 _NAME: Final = "sigmascope"
+_SWITCHED_OFF: Final = ".disabled"
 _MARK: Final = "# Written by sigmascope comfyui install."
 _LOADER: Final = f'''{_MARK}
 """Every prompt becomes a record of Sigmascope. `sigmascope comfyui uninstall` takes this folder away."""
@@ -74,7 +75,7 @@ class PackStatus(TypedDict):
 
 
 def install(path: Path) -> Path:
-    """Put the folder there; one of ours that is there is renewed.
+    """Put the folder there; one of ours that is there is renewed, whatever it is called.
 
     Args:
         path: ComfyUI's folder, with `main.py`, or the one that it is started on with `--base-directory`.
@@ -87,6 +88,8 @@ def install(path: Path) -> Path:
         WriteError: It cannot be written.
     """
     pack = _pack_of(path)
+    if pack.is_symlink() and not pack.exists():
+        raise ConfigError(f"{pack} is a link that leads nowhere.", hint="Remove it, and install again.")
     if pack.exists() and not _is_ours(pack):
         raise ConfigError(f"{pack} is there, and is not ours.", hint="Move it away, and install again.")
     try:
@@ -100,15 +103,27 @@ def install(path: Path) -> Path:
 
 
 def uninstall(path: Path) -> bool:
-    """Take the folder away; False if there was none. Records stay.
+    """Take the folder away, and copies of it under other names; False if there was none. Records stay.
+
+    Of a folder that is a link, the link alone is taken away.
 
     Raises:
         ConfigError: That is no ComfyUI, or the folder is not ours or holds what we did not put there.
         WriteError: It cannot be removed.
     """
-    pack = _pack_of(path)
-    if not pack.exists():
-        return False
+    was_there = False
+    while (pack := _pack_of(path)).exists():
+        _remove(pack)
+        was_there = True
+    return was_there
+
+
+def _remove(pack: Path) -> None:
+    """Take a folder away that is ours.
+
+    Raises:
+        ConfigError, WriteError: As of `uninstall`.
+    """
     known = {*_FILES, "__pycache__"}
     others = (
         sorted(entry.name for entry in pack.iterdir() if entry.name not in known) if pack.is_dir() else []
@@ -117,12 +132,14 @@ def uninstall(path: Path) -> bool:
         what = f"holds {', '.join(others)}" if others else "is not ours"
         raise ConfigError(f"{pack} {what}.", hint="Look into it, and remove it by hand.")
     try:
-        shutil.rmtree(pack)
+        if pack.is_symlink():
+            pack.unlink()
+        else:
+            shutil.rmtree(pack)
     except OSError as error:
         raise WriteError(
             pack, f"cannot be removed ({reason_of(error)}).", hint=writing_hint(error)
         ) from error
-    return True
 
 
 def status(path: Path) -> PackStatus:
@@ -169,7 +186,13 @@ def _pack_of(path: Path) -> Path:
             f"{path} is no ComfyUI: it has no main.py or no folder comfy.",
             hint="Name the folder that main.py lies in, or the one that ComfyUI is started on with --base-directory.",
         )
-    return path / "custom_nodes" / _NAME
+    packs = path / "custom_nodes"
+    own_name = packs / _NAME
+    if own_name.exists() or own_name.is_symlink() or not packs.is_dir():
+        return own_name
+    # One that was copied or cloned there may be called otherwise. ComfyUI loads none whose name ends so.
+    others = (pack for pack in sorted(packs.iterdir()) if pack.suffix != _SWITCHED_OFF and _is_ours(pack))
+    return next(others, own_name)
 
 
 def _has_source(path: Path) -> bool:

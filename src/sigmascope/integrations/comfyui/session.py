@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 
 from sigmascope.__about__ import __version__
-from sigmascope.errors import WriteError
+from sigmascope.errors import SigmascopeError, WriteError
 from sigmascope.files import atomic_path
 from sigmascope.history.keeper import finish, keep
 from sigmascope.history.live import announce, withdraw
@@ -253,13 +253,13 @@ class Session:
             keep(run, "comfyui", lambda line: _log.warning("sigmascope: %s", line))
         path = None
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            started = datetime.fromisoformat(run.started_at).strftime("%Y%m%d-%H%M%S-%f")
-            path = self.folder / f"sigmascope-prompt-{started}-{_short_id(run)}.json"
-            run.save(path)
-            with suppress(OSError):
-                for old in sorted(self.folder.glob(PATTERN))[:-KEPT]:
-                    old.unlink()
+            try:
+                path = _write(run, self.folder)
+            except (
+                OSError,
+                SigmascopeError,
+            ) as failure:  # reports are written elsewhere, and wait for no disk
+                _log.warning("sigmascope: a record was not written (%s)", describe(failure))
         for listener in self.listeners:
             try:
                 listener(run, path)
@@ -286,6 +286,18 @@ def _told_of(how: str, values: Mapping[str, Any]) -> Exception:
         str(values.get("exception_message") or "")
     )
     return made
+
+
+def _write(run: Run, folder: Path) -> Path:
+    """Write a record into a folder, of which the last ones stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    started = datetime.fromisoformat(run.started_at).strftime("%Y%m%d-%H%M%S-%f")
+    path = folder / f"sigmascope-prompt-{started}-{_short_id(run)}.json"
+    run.save(path)
+    with suppress(OSError):
+        for old in sorted(folder.glob(PATTERN))[:-KEPT]:
+            old.unlink()
+    return path
 
 
 def _short_id(run: Run) -> str:
