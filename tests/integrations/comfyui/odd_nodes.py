@@ -54,6 +54,19 @@ class OddLazy(OddBase):
         return (a if first else b,)
 
 
+class OddSwitch(OddBase):
+    """Takes one of two models, and is given both."""
+
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"first": ("BOOLEAN",), "a": ("MODEL",), "b": ("MODEL",)}}
+
+    def run(self, first: bool, a: Any, b: Any) -> Any:
+        return (a if first else b,)
+
+
 class OddList(Odd):
     """Gives a list of three, for each of which what follows runs."""
 
@@ -269,6 +282,7 @@ NODE_CLASS_MAPPINGS = {
     for kind in (
         Odd,
         OddLazy,
+        OddSwitch,
         OddList,
         OddBlock,
         OddSpoil,

@@ -5,10 +5,12 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tests.comfy_shapes.checkout import VARIABLE
 from tests.integrations.comfyui.graphs import Graph, graph
 from tests.integrations.comfyui.server import (
@@ -59,6 +61,11 @@ def chain(*kinds: str, last: str = "OddEnd", **inputs: Any) -> Graph:
         own = inputs if number == 2 else {}
         nodes[str(number)] = {"class_type": kind, "inputs": {"x": [str(number - 1), 0], **own}}
     return nodes
+
+
+def pixels(server: Server, prompt_id: str) -> list[bytes]:
+    """What a prompt saved, without the graph that ComfyUI writes into each file."""
+    return [Image.open(BytesIO(picture)).tobytes() for picture in server.pictures(prompt_id)]
 
 
 def is_whole(run: Run) -> bool:
@@ -234,6 +241,56 @@ def test_several_loras_of_one_node_are_judged_one_by_one(odd: Server) -> None:
         "zeros.safetensors": (False, 0, 7),
         "text.safetensors": (True, 12, 12),
     }
+
+
+def test_with_another_seed_the_lora_of_the_kept_loader_is_named(odd: Server) -> None:
+    odd.run(graph(seed=71, strength=0.71))
+    run = odd.run(graph(seed=72, strength=0.71))
+    assert states(run)["2"] == "cached"
+    (kept,) = run.facts["comfyui"]["loras_kept"]
+    assert (kept["node"], kept["effective"], kept["modules_used"], kept["modules"]) == ("2", True, 7, 7)
+
+
+@pytest.mark.parametrize("way", ["switch", "merge"])
+def test_a_lora_whose_model_no_step_is_made_with_does_nothing(odd: Server, way: str) -> None:
+    """The picture is that of the same graph without the LoRA."""
+    models = {"a": ["2", 0], "b": ["1", 0]} if way == "switch" else {"model1": ["2", 0], "model2": ["1", 0]}
+    kind = {"class_type": "OddSwitch" if way == "switch" else "ModelMergeSimple"}
+    setting = {"first": False} if way == "switch" else {"ratio": 0.0}
+    nodes = graph(seed=73, strength=0.73)
+    nodes["3"]["inputs"]["clip"] = ["1", 1]
+    nodes["9"] = {**kind, "inputs": {**models, **setting}}
+    nodes["6"]["inputs"]["model"] = ["9", 0]
+    run = odd.run(nodes)
+    (verdict,) = (
+        [*node(run, "2").facts["lora_verdicts"]]
+        if states(run)["2"] == "run"
+        else run.facts["comfyui"]["loras_kept"]
+    )
+    assert (verdict["effective"], verdict["modules_used"]) == (False, 0)
+    without = graph(seed=73)
+    del without["2"]
+    without["3"]["inputs"]["clip"] = ["1", 1]
+    without["6"]["inputs"]["model"] = ["1", 0]
+    assert pixels(odd, run.facts["comfyui"]["prompt_id"]) == pixels(odd, odd.prompt(without))
+
+
+def test_all_steps_of_a_sampler_that_finds_them_itself_are_counted(odd: Server) -> None:
+    """Its bar stands at the end after as many as were asked for."""
+    nodes = graph(seed=74)
+    nodes["6"]["inputs"] |= {"sampler_name": "dpm_adaptive", "steps": 2}
+    sampler = node(odd.run(nodes), "6")
+    assert len(sampler.steps) > 2
+    assert "steps" not in sampler.unavailable
+    assert sum(sampler.steps.seconds) > 0.5 * sampler.seconds
+
+
+def test_of_two_nodes_with_the_same_inputs_one_runs(odd: Server) -> None:
+    nodes = chain("OddChanged", "OddList")
+    nodes["5"] = nodes["3"]
+    nodes["6"] = {"class_type": "OddEnd", "inputs": {"x": ["5", 0]}}
+    run = odd.run(nodes)
+    assert sorted((states(run)["3"], states(run)["5"])) == ["cached", "run"]
 
 
 def test_three_hundred_nodes_are_a_record(odd: Server) -> None:

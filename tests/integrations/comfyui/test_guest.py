@@ -156,6 +156,14 @@ def test_the_last_records_stay_and_can_be_read(watch: Watch, tmp_path: Path) -> 
     assert sigmascope.load_run(files[-1]).id == run.id
 
 
+def test_a_record_stays_where_the_clock_was_put_back(watch: Watch, tmp_path: Path) -> None:
+    for number in range(KEPT):
+        (tmp_path / f"sigmascope-prompt-29990101-000000-{number:06}-x.json").write_text("{}")
+    run = watch().run(GRAPH)
+    (record,) = (file for file in tmp_path.glob("sigmascope-prompt-*.json") if "-2999" not in file.name)
+    assert sigmascope.load_run(record).id == run.id
+
+
 def test_one_line_says_what_a_prompt_took(watch: Watch, host: Host) -> None:
     host.nodes["Spoil"] = Node(("LATENT",), lambda x: ({"samples": x["samples"] * float("nan")},))
     watched = watch()

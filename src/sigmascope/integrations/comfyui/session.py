@@ -296,7 +296,8 @@ def _write(run: Run, folder: Path) -> Path:
     run.save(path)
     with suppress(OSError):
         for old in sorted(folder.glob(PATTERN))[:-KEPT]:
-            old.unlink()
+            if old != path:  # which is the oldest by its name, where the clock was put back
+                old.unlink()
     return path
 
 
