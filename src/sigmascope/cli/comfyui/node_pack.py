@@ -42,7 +42,10 @@ def uninstall(path: ComfyFolder) -> None:
     """Take the loader away again; records stay."""
     from sigmascope.integrations.comfyui import node_pack
 
-    say(f"Removed the loader from {path}." if node_pack.uninstall(path) else "Nothing was installed.")
+    if node_pack.uninstall(path):
+        say(f"Removed the loader from {path}. A ComfyUI that is running records prompts until it ends.")
+    else:
+        say("Nothing was installed.")
 
 
 @app.command("status", epilog="Example: sigmascope comfyui status ~/ComfyUI")
