@@ -201,10 +201,6 @@ def _comfyui_models(run: Run) -> Iterator[str]:
 
 
 def _loras(run: Run) -> Iterator[str]:
-    kept = _mapping(run.facts.get(_COMFYUI)).get(_KEPT_LORAS)
-    for told in kept if isinstance(kept, list) else ():
-        if isinstance(shown := _mapping(told).get("lora"), str):
-            yield shown.replace("\\", "/").rpartition("/")[2]
     for stage in run.walk():
         adapters = _mapping(_mapping(stage.facts.get(RECIPE)).get("loras"))
         for name, lora in adapters.items():

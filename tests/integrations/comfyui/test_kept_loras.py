@@ -102,12 +102,14 @@ def test_a_prompt_names_the_lora_of_a_loader_that_comfyui_kept(watch: Watch, hos
     (verdict,) = nodes(first)["2"].facts["lora_verdicts"]
     assert (verdict["effective"], verdict["modules_used"], kept(first)) == (True, 1, [])
     assert kept(again) == [("2", "style.safetensors", True, 1)]
-    for run in (first, again):
+    assert again.facts["comfyui"]["loras_kept"][0]["since_prompt"] == "a"
+    for run, since in ((first, ""), (again, "kept from prompt a: ")):
         assert row_of(run).loras == ("style.safetensors",)
         assert [part.verdicts for part in measured(run)] == [("acts",)]
-        assert "LoRA style.safetensors: 1 of 1 module used" in line_of(run)
+        said = f"LoRA style.safetensors: {since}1 of 1 module used"
+        assert said in line_of(run)
         (loader,) = [node for node in view_of(run, "x")["nodes"] if node["id"] == "2"]
-        assert loader["reasons"] == ["LoRA style.safetensors: 1 of 1 module used"]
+        assert loader["reasons"] == [said]
 
 
 @pytest.mark.parametrize("change", ["lora_name", "model"])
@@ -179,6 +181,22 @@ def test_a_signature_is_that_of_all_that_comes_before() -> None:
 
     assert signature_of(chain(1), "2999", {}) == signature_of(chain(1), "2999", {})
     assert signature_of(chain(1), "2999", {}) != signature_of(chain(2), "2999", {})
+
+
+def loader(first: str, second: str, model: str = "m", slot: int = 0) -> dict[str, Any]:
+    inputs = {"model": [first, slot], "clip": [first, 1], "lora_name": "a"}
+    return {
+        first: {"class_type": "Load", "inputs": {"ckpt_name": model}},
+        second: {"class_type": "Lora", "inputs": inputs},
+    }
+
+
+def test_a_signature_is_the_same_whatever_the_ids() -> None:
+    known = signature_of(loader("1", "2"), "2", {})
+    other_ids = loader("77", "x") | {"5": {"class_type": "Empty", "inputs": {}}}
+    assert signature_of(other_ids, "x", {}) == known
+    assert signature_of(loader("1", "2", model="n"), "2", {}) != known
+    assert signature_of(loader("1", "2", slot=1), "2", {}) != known
 
 
 def test_a_signature_of_nodes_in_a_circle_ends() -> None:

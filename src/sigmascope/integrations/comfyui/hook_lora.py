@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, following, keep_verdict
-from sigmascope.integrations.comfyui.lora import VERDICTS, in_words, path_of
+from sigmascope.integrations.comfyui.lora import VERDICTS, ZERO, path_of, said
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
@@ -21,7 +21,6 @@ from sigmascope.probes.reading import attempt
 from sigmascope.stages.lora_on_model import match_file, names_of_all
 
 _NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
-_ZERO: Final = "both strengths are 0"
 _NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
 _ELSEWHERE: Final = "the weights from before cannot be compared, or lie on another device"
 
@@ -131,17 +130,15 @@ class HookLora(Instrument):
         seen = self._seen_in(prompt)
         anew: dict[str, list[tuple[_Made, dict[str, Any]]]] = {}
         for node, one in seen.made:
-            verdict = self._said(one, seen)
-            node.add(VERDICTS, verdict)
+            verdict = self._judge(one, seen)
+            node.add(VERDICTS, said(one.name, verdict))
             anew.setdefault(node.id, []).append((one, verdict))
-        for node_id, (one, verdict) in self._known.of_prompt(prompt, anew):
+        for node_id, since, (one, verdict) in self._known.of_prompt(prompt, anew):
             # Where a node that follows was kept too, the hook was in force for it when it ran.
             is_kept = any(follower in prompt.cached for follower in following(prompt, node_id, one.slot))
-            keep_verdict(prompt, node_id, verdict if is_kept else self._said(one, seen))
-
-    def _said(self, one: _Made, seen: _Seen) -> dict[str, Any]:
-        verdict = self._judge(one, seen)
-        return {"lora": one.name, **verdict, "says": f"{one.name}: {in_words(verdict)}"}
+            keep_verdict(
+                prompt, node_id, said(one.name, verdict if is_kept else self._judge(one, seen), since)
+            )
 
     def _seen_in(self, prompt: PromptRecording) -> _Seen:
         return prompt.until_the_end(self.name, _Seen)
@@ -152,7 +149,7 @@ class HookLora(Instrument):
         }  # fmt: skip
         known = seen.models.get(one.hook, {})
         if one.hook is None or not known:
-            return {**verdict, "modules_used": 0, "why": _ZERO if one.hook is None else _NOT_TAKEN}
+            return {**verdict, "modules_used": 0, "why": ZERO if one.hook is None else _NOT_TAKEN}
         models = {is_text: model.patcher() for is_text, model in known.items()}
         matching = match_file(one.path, models.get(False), models.get(True))
         if matching.value is None:

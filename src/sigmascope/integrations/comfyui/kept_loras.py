@@ -22,10 +22,10 @@ class Kept(Generic[T]):
     """What was found out of the LoRAs of the last nodes that ran."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, Sequence[T]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[str, Sequence[T]]] = OrderedDict()
 
-    def of_prompt(self, prompt: PromptRecording, anew: Mapping[str, Sequence[T]]) -> list[tuple[str, T]]:
-        """What is known of a prompt's nodes that did not run, by their ids.
+    def of_prompt(self, prompt: PromptRecording, anew: Mapping[str, Sequence[T]]) -> list[tuple[str, str, T]]:
+        """What is known of a prompt's nodes that did not run: a node's id, the prompt's in which it ran, and what was found.
 
         Args:
             prompt: It is over.
@@ -36,17 +36,18 @@ class Kept(Generic[T]):
             if node_id in prompt.graph:
                 signature = signature_of(prompt.graph, node_id, signatures)
                 self._known.pop(signature, None)
-                self._known[signature] = found
+                self._known[signature] = prompt.prompt_id, found
         while len(self._known) > _MOST:
             self._known.popitem(last=False)
         if not self._known:
             return []
         kept = [node_id for node_id in prompt.graph if node_id in prompt.cached and node_id not in anew]
-        return [
-            (node_id, found)
+        nothing: tuple[str, Sequence[T]] = "", ()
+        found_of = {
+            node_id: self._known.get(signature_of(prompt.graph, node_id, signatures), nothing)
             for node_id in kept
-            for found in self._known.get(signature_of(prompt.graph, node_id, signatures), ())
-        ]
+        }
+        return [(node_id, since, what) for node_id, (since, found) in found_of.items() for what in found]
 
 
 def keep_verdict(prompt: PromptRecording, node_id: str, verdict: Mapping[str, Any]) -> None:

@@ -38,11 +38,16 @@ _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at al
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
 """What a LoRA changes, by the kind of output that has it."""
 _ARRIVES: Final = ("lora_arrives_weak", "lora_arrives_noisy")
+ZERO: Final = "both strengths are 0"
+_ITS_ZERO: Final = "its strength is 0"
 _GONE: Final = "the models were gone when the prompt ended"
 
 
 class _Application(NamedTuple):
-    """A LoRA of a node. `patches` has the identities of those made of its file; None: it is the node's only one."""
+    """A LoRA of a node, and why the node left it off, if it was told to.
+
+    `patches` has the identities of those made of its file; None: it is the node's only one.
+    """
 
     node: NodeWatch
     models: Mapping[str, Callable[[], Any]]
@@ -50,6 +55,7 @@ class _Application(NamedTuple):
     name: str
     kinds: tuple[str, ...]
     patches: frozenset[int] | None
+    why_off: str | None
 
 
 class _Weighed(NamedTuple):
@@ -155,7 +161,8 @@ class Lora(Instrument):
         apart = len(names) > 1 and len(names) == len(patches)
         for at, name in enumerate(names or [_UNNAMED]):
             own = patches[at] if apart else None
-            seen.applied.append(_Application(node, kept, path_of(name), name, tuple(map(str, kinds)), own))
+            given = tuple(map(str, kinds))
+            seen.applied.append(_Application(node, kept, path_of(name), name, given, own, _why_off(inputs)))
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's loader nodes, and name those of loaders that ComfyUI kept."""
@@ -165,8 +172,8 @@ class Lora(Instrument):
             known = self._judge(one)
             one.node.add(VERDICTS, _verdict_of(known, one.node.id, prompt, seen))
             anew.setdefault(one.node.id, []).append(known)
-        for node_id, known in self._known.of_prompt(prompt, anew):
-            keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen))
+        for node_id, since, known in self._known.of_prompt(prompt, anew):
+            keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen, since))
 
     def _judge(self, one: _Application) -> _Known:
         """Compare the loader's models, and put the analysis on its node."""
@@ -177,6 +184,8 @@ class Lora(Instrument):
             return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _NO_MODEL}), {})
         models = _with_own_patches(models, one)
         weighed, analysis = _weigh(models, one.path)
+        if one.why_off is not None and weighed.verdict["effective"] is False:
+            weighed.verdict["why"] = one.why_off
         own = one.node.facts.setdefault(one.node.name, {})
         analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
         own.update(analysis)
@@ -190,11 +199,26 @@ class Lora(Instrument):
         return _Known(one.name, one.kinds, weighed, patches)
 
 
-def _verdict_of(known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen) -> dict[str, Any]:
+def _verdict_of(
+    known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen, since: str | None = None
+) -> dict[str, Any]:
     """The verdict on a LoRA of a node, with what became of the models that the node gave."""
     nowhere, unused = _leads_nowhere(prompt, node_id, known.kinds), _unused(known, node_id, prompt, seen)
     verdict = _with_use(known.weighed, nowhere, unused)
-    return {"lora": known.name, **verdict, "says": f"{known.name}: {in_words(verdict)}"}
+    return said(known.name, verdict, since)
+
+
+def said(name: str, verdict: Mapping[str, Any], since: str | None = None) -> dict[str, Any]:
+    """The verdict on a file, with the words for it.
+
+    Args:
+        name: The file's.
+        verdict: See `in_words`.
+        since: The prompt in which the node ran, if ComfyUI kept what it gave there; None: it ran in this one.
+    """
+    kept = {} if since is None else {"since_prompt": since}
+    as_of = "" if since is None else f"kept from prompt {since[:8]}: "
+    return {"lora": name, **verdict, **kept, "says": f"{name}: {as_of}{in_words(verdict)}"}
 
 
 def _model_and_patches(patcher: Any) -> tuple[int, frozenset[int]]:
@@ -257,6 +281,14 @@ def _texts_in(value: Any, depth: int) -> Iterator[str]:
     elif depth and isinstance(value, list | tuple):
         for item in value:
             yield from _texts_in(item, depth - 1)
+
+
+def _why_off(inputs: Mapping[str, Any]) -> str | None:
+    """That a loader is given strengths, and each is 0."""
+    strengths = [first_of(inputs[name]) for name in ("strength_model", "strength_clip") if name in inputs]
+    if not strengths or any(strengths):
+        return None
+    return ZERO if len(strengths) > 1 else _ITS_ZERO
 
 
 def _with_own_patches(models: dict[str, Any], one: _Application) -> dict[str, Any]:
