@@ -21,6 +21,7 @@ THERE_IS_NONE = {
     "largest_relative_change": "nothing drifted",
     "rank": "of a change without rank",
     "alpha": "of a change without alpha",
+    "cause": "nothing that is known keeps the change from acting",
     "source": "ComfyUI names no LoRA",
     "file_family": "the file's names are of no family that is known",
     "model_family": "the model is of no family that is known",
