@@ -103,3 +103,32 @@ def test_a_look_leaves_the_collector_as_it_was(collects: bool, error: type[BaseE
         assert gc.isenabled() == collects
     finally:
         (gc.enable if was else gc.disable)()
+
+
+class Answering(nn.Module):
+    """It gives its modules what none of them holds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return "answered" if name == "processor" else super().__getattr__(name)
+
+
+class Classwide(nn.Module):
+    processor = "of the class"
+
+
+def test_modules_that_have_something_are_those_that_getattr_finds_it_on() -> None:
+    made = model()
+    made[1].processor = "plain"
+    made[2][1].add_module("processor", nn.ReLU())
+    made[3].processor = None
+    made[4].add_module("processor", made[2][1])  # registered twice
+    made.append(Answering())
+    made.append(Classwide())
+    tree = tree_of(made)
+    asked = [(place, getattr(module, "processor", None)) for place, module in enumerate(tree.modules)]
+    expected = [(place, held) for place, held in asked if held is not None]
+    assert len(expected) == 5
+    assert tree.having("processor") == expected
+    made[1].processor = None
+    del made[2][1]._modules["processor"]
+    assert [held for _, held in tree_of(made).having("processor")] == [made[2][1], "answered", "of the class"]

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
@@ -190,11 +190,15 @@ def _read_on_cpu(tensor: Tensor) -> Reading[Fingerprint]:
 
 
 def _hash_on_cpu(tensor: Tensor) -> Fingerprint:
-    raw = _bytes_of(tensor).numpy().data
+    return _fingerprint_of((*map(int, tensor.shape),), tensor.dtype, _bytes_of(tensor).numpy().data)
+
+
+def _fingerprint_of(shape: tuple[int, ...], dtype: torch.dtype, raw: memoryview) -> Fingerprint:
+    if len(raw) < PIECE_BYTES:
+        return _fingerprint(shape, dtype, _NO_PIECES, raw)
     starts = range(0, len(raw) - PIECE_BYTES + 1, PIECE_BYTES)  # of whole pieces
     pieces = np.array([xxhash.xxh3_64_intdigest(raw[at : at + PIECE_BYTES]) for at in starts], np.uint64)
-    shape = (*map(int, tensor.shape),)
-    return _fingerprint(shape, tensor.dtype, pieces, raw[len(pieces) * PIECE_BYTES :])
+    return _fingerprint(shape, dtype, pieces, raw[len(pieces) * PIECE_BYTES :])
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -211,8 +215,13 @@ def _fingerprint(
     shape: tuple[int, ...], dtype: torch.dtype, pieces: np.ndarray, rest: memoryview
 ) -> Fingerprint:
     last = xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little")
-    digest = xxhash.xxh3_64_intdigest(pieces.astype("<u8").tobytes() + last)
-    return Fingerprint(shape, str(dtype).removeprefix("torch."), digest)
+    whole = pieces.astype("<u8").tobytes() if len(pieces) else b""
+    return Fingerprint(shape, _name_of(dtype), xxhash.xxh3_64_intdigest(whole + last))
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -390,6 +399,17 @@ class Samples(Mapping[str, Tensor]):
 
     def __or__(self, others: "Samples") -> "Samples":
         return Samples({**self._parts, **others._parts})
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Of the elements of each, as they lie."""
+        held = {id(part.held): part.held for part in self._parts.values()}
+        raw = {address: tensor.numpy().data for address, tensor in held.items()}
+        return {
+            name: _fingerprint_of(
+                (part.nbytes // part.dtype.itemsize,), part.dtype, raw[id(part.held)][part.start : part.end]
+            )
+            for name, part in self._parts.items()
+        }
 
     def dtype(self, name: str) -> torch.dtype:
         """Of one tensor."""

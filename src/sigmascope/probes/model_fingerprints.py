@@ -24,7 +24,6 @@ from sigmascope.probes.copies import Pending, T
 from sigmascope.probes.fingerprints import Fingerprint, begin_fingerprints, begin_samples, fingerprints
 from sigmascope.probes.models import (
     GROUP_OFFLOADING,
-    modules_in,
     named_modules_in,
     own_buffers,
     own_parameters,
@@ -139,7 +138,11 @@ def _combined(readings: Mapping[str, Reading[Fingerprint]], more: object) -> str
     for name, reading in readings.items():
         if reading.value is None:
             raise ValueError(f"{name}: {reading.reason}")
-    lines = [f"{name!r} {reading.value}\n" for name, reading in sorted(readings.items())]
+    return _joined({name: reading.value for name, reading in readings.items()}, more)
+
+
+def _joined(prints: Mapping[str, Fingerprint | None], more: object) -> str:
+    lines = [f"{name!r} {print_}\n" for name, print_ in sorted(prints.items(), key=itemgetter(0))]
     return xxhash.xxh3_64_hexdigest("".join([*lines, repr(more)]).encode())
 
 
@@ -229,14 +232,14 @@ def _of_model(module: nn.Module) -> Pending[Reading[str]]:
     shapes = sorted((name, tuple(tensor.shape)) for name, tensor in weights.items())
     taking = partial(begin_samples, size=_ELEMENTS_OF_EACH_WEIGHT, floating_only=False)
     return _begin(taking, weights).then(
-        lambda sampled: attempt(lambda: combined_fingerprint(sampled, shapes))
+        lambda sampled: attempt(lambda: _joined(sampled.fingerprints(), shapes))
     )
 
 
 def lies_on_disk(module: nn.Module) -> bool:
     """Whether group offloading keeps a model's weights only in files while the model is not called."""
-    for part in modules_in(module):
-        hooks = attribute(attribute(part, "_diffusers_hook"), "hooks")
+    for _, registry in tree_of(module).having("_diffusers_hook"):
+        hooks = attribute(registry, "hooks")
         hook = hooks.get(GROUP_OFFLOADING) if isinstance(hooks, Mapping) else None
         if attribute(attribute(hook, "config"), "offload_to_disk_path") is not None:
             return True
@@ -246,7 +249,9 @@ def lies_on_disk(module: nn.Module) -> bool:
 def _of_adapter(model: nn.Module, adapter: str) -> Pending[Reading[str]]:
     tensors: dict[str, Tensor] = {}
     numbers = []
-    for path, layer in named_modules_in(model):
+    tree = tree_of(model)
+    for place, _ in tree.having("adapter_layer_names"):
+        path, layer = tree.names[place], tree.modules[place]
         if adapter in adapters_of(layer):
             tensors |= {f"{path}.{name}": tensor for name, tensor in _tensors_of(layer, adapter)}
             numbers.append([number_for(layer, name, adapter) for name in ("r", "lora_alpha")])

@@ -12,8 +12,9 @@ compute the denoisers' attention, and how each model was set up to run (offloadi
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from sigmascope.files import short_path
 from sigmascope.probes.module_tree import registered, tree_of
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
-from sigmascope.probes.tensors import place_of
+from sigmascope.probes.tensors import places_of
 from sigmascope.records.run import (
     AttentionFacts,
     ComponentFacts,
@@ -132,14 +133,17 @@ def _nothing_known(class_name: str, reason: str) -> ModuleFacts:
 
 def _counted(modules: Sequence[nn.Module], class_name: str, wrapper_class_name: str | None) -> ModuleFacts:
     """What modules hold that may share tensors."""
-    parts = [part for module in modules for part in modules_in(module)]
-    parameters = {place_of(tensor): tensor for part in parts for _, tensor in own_parameters(part)}
-    buffers = {place_of(tensor): tensor for part in parts for _, tensor in own_buffers(part)}
+    held = [tensor for module in modules for tensor in _parameters(module)]
+    of_buffers = [tensor for module in modules for tensor in _buffers(module)]
+    places = places_of([*held, *of_buffers])
+    parameters = dict(zip(places, held, strict=False))
+    buffers = dict(zip(places[len(held) :], of_buffers, strict=True))
     tensors = list((parameters | buffers).values())
     dtypes, devices = Counter[str](), Counter[str]()
-    for tensor in tensors:
-        dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-        devices[str(tensor.device)] += tensor.numel()
+    for kind, elements in _elements_by(tensors, _DTYPE).items():
+        dtypes[str(kind).removeprefix("torch.")] += elements
+    for place, elements in _elements_by(tensors, _DEVICE).items():
+        devices[str(place)] += elements
     return ModuleFacts(
         class_name,
         sum(parameter.numel() for parameter in parameters.values()),
@@ -150,6 +154,16 @@ def _counted(modules: Sequence[nn.Module], class_name: str, wrapper_class_name: 
         any(module.training for module in modules),
         wrapper_class_name=wrapper_class_name,
     )
+
+
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+
+
+def _elements_by(tensors: Iterable[Tensor], what: Callable[[Tensor], object]) -> Counter[object]:
+    counts = Counter[object]()
+    for tensor in tensors:
+        counts[what(tensor)] += tensor.numel()
+    return counts
 
 
 def pipeline_facts(pipeline: object) -> PipelineFacts:
@@ -263,10 +277,9 @@ def attention_facts(denoisers: Iterable[nn.Module]) -> AttentionFacts:
 def _count_processors(denoisers: Iterable[nn.Module]) -> AttentionFacts:
     plain, joint, backends = Counter[str](), Counter[str](), Counter[str]()
     for denoiser in denoisers:
-        for module in modules_in(denoiser):
-            processor = getattr(module, "processor", None)
-            if processor is None:
-                continue
+        tree = tree_of(denoiser)
+        for place, processor in tree.having("processor"):
+            module = tree.modules[place]
             name = type(processor).__name__
             plain[name] += 1
             joint[name] += isinstance(getattr(module, "add_q_proj", None), nn.Module)
@@ -288,14 +301,14 @@ def offload_of(module: nn.Module) -> Offload | None:
         return "group"
     if type(getattr(module, "_hf_hook", None)).__name__ == _MODEL_OFFLOAD_HOOK:
         return "model"
-    if any(getattr(getattr(part, "_hf_hook", None), "offload", False) is True for part in modules_in(module)):
+    if any(getattr(hook, "offload", False) is True for _, hook in tree_of(module).having("_hf_hook")):
         return "sequential"
     return None
 
 
 def _has_hook(module: nn.Module, name: str) -> bool:
-    registries = (getattr(part, "_diffusers_hook", None) for part in modules_in(module))
-    return any(name in key for registry in registries for key in (getattr(registry, "hooks", None) or ()))
+    registries = tree_of(module).having("_diffusers_hook")
+    return any(name in key for _, registry in registries for key in (getattr(registry, "hooks", None) or ()))
 
 
 def layerwise_casting(module: nn.Module) -> bool:
@@ -307,9 +320,9 @@ def is_compiled(module: object) -> bool:
     """Whether torch.compile has been applied to a module, or to a part of it."""
     if not isinstance(module, nn.Module):
         return False
-    return any(
-        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
-        for part in modules_in(module)
+    tree = tree_of(module)
+    return bool(tree.of_class(lambda kind: kind.__name__ == "OptimizedModule")) or any(
+        own.get("_compiled_call_impl") is not None for own in tree.own
     )
 
 
@@ -324,7 +337,18 @@ def channels_last(module: nn.Module) -> bool | None:
 
 
 def _parameters(module: nn.Module) -> list[Tensor]:
-    return [parameter for part in modules_in(module) for _, parameter in own_parameters(part)]
+    tree = tree_of(module)
+    attention: list[int] = tree.derive(
+        "attention layers", lambda: tree.of_class(lambda kind: issubclass(kind, ATTENTION_LAYERS))
+    )
+    places = {*attention, *(place for place, own in enumerate(tree.own) if own.get("_parameters"))}
+    return [parameter for place in sorted(places) for _, parameter in own_parameters(tree.modules[place])]
+
+
+def _buffers(module: nn.Module) -> list[Tensor]:
+    tree = tree_of(module)
+    holders = (part for part, own in zip(tree.modules, tree.own, strict=True) if own.get("_buffers"))
+    return [buffer for part in holders for _, buffer in own_buffers(part)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +389,12 @@ def _architecture_of(model: object) -> Architecture:
 
 
 def _classify(module: nn.Module) -> Architecture | None:
-    names = [name.replace("_orig_mod.", "") for name, _ in named_modules_in(module)]
+    tree = tree_of(module)
+    return tree.derive("architecture", lambda: _of_names(tree.names))
+
+
+def _of_names(own_names: Iterable[str]) -> Architecture | None:
+    names = [name.replace("_orig_mod.", "") for name in own_names]
     joint = _joint_blocks(names)
     blocks = {found[1] for name in names if (found := _BLOCK.fullmatch(name))}
     is_levelled = any(_IN_LEVEL.search(name) for name in blocks)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import chain, compress
 from typing import Any, Final, TypeVar
 
 from torch import nn
 
-from sigmascope.probes.reading import PROBE_ERRORS
+from sigmascope.probes.reading import PROBE_ERRORS, attribute
 
 _Derived = TypeVar("_Derived")
 _OWN: Final = operator.attrgetter("__dict__")
@@ -78,6 +79,37 @@ class ModuleTree:
         return (
             [index for index, module in enumerate(self.modules) if type(module) in wanted] if wanted else []
         )
+
+    def having(self, name: str) -> list[tuple[int, Any]]:
+        """Where modules have an attribute that is neither None nor a tensor, with what it is.
+
+        To ask every module takes 20 times as long: PyTorch words an error for each one that lacks it.
+        """
+        asked: list[int] = self.derive(
+            ("asked for", name), lambda: self.of_class(partial(answers_itself, name=name))
+        )
+        found = {place: own[name] for place, own in enumerate(self.own) if name in own}
+        found |= {place: self.own[place]["_modules"][name] for place in self._with_child(name)}
+        found |= {place: attribute(self.modules[place], name) for place in asked}
+        return [(place, held) for place, held in sorted(found.items(), key=_PLACE) if held is not None]
+
+    def _with_child(self, name: str) -> list[int]:
+        """Where modules have a module registered under this name."""
+
+        def find() -> list[int]:
+            return [place for place, own in enumerate(self.own) if name in (own.get("_modules") or ())]
+
+        return self.derive(("with a child", name), find)
+
+
+_PLACE: Final = operator.itemgetter(0)
+
+
+@lru_cache(maxsize=1024)
+def answers_itself(kind: type[nn.Module], name: str) -> bool:
+    """Whether a class answers for an attribute of its modules itself: what is held in them does not tell then."""
+    is_plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
+    return not is_plain or hasattr(kind, name)
 
 
 @dataclass(frozen=True, slots=True)

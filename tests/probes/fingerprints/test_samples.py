@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope.probes.fingerprints import positions, samples
+from sigmascope.probes.fingerprints import fingerprint, positions, samples
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -61,3 +61,16 @@ def test_what_changed_is_told_for_all_at_once_and_bit_by_bit() -> None:
     later["new"] = torch.ones(2)
     assert samples(later).others_than(before) == {"7", "40", "half"}
     assert torch.equal(samples(later)["40"], -before["40"])
+
+
+@pytest.mark.parametrize("size", [64, 1 << 17])  # the larger is longer than one piece of a hash
+def test_fingerprints_of_samples_are_those_of_the_elements(size: int) -> None:
+    tensors = {
+        "half": torch.randn(7, 30).to(torch.bfloat16),
+        "codes": torch.arange(5, dtype=torch.int8),
+        "large": torch.randn(400, 500),
+    }
+    taken = samples(tensors, size=size, floating_only=False)
+    prints = taken.fingerprints()
+    assert list(prints) == list(tensors)
+    assert prints == {name: fingerprint(taken[name]).value for name in tensors}

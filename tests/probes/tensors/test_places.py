@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sigmascope.probes.tensors import place_of
+from sigmascope.probes.tensors import place_of, places_of
 
 
 def test_two_views_of_the_same_elements_are_in_one_place() -> None:
@@ -28,3 +28,13 @@ def test_empty_and_meta_tensors_are_known_by_themselves() -> None:
 def test_a_nested_tensor_is_known_by_itself() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])  # its layout cannot be asked
     assert place_of(nested) == id(nested)
+
+
+def test_places_of_many_are_equal_where_each_ones_are() -> None:
+    tensor, empty = torch.zeros(4, 4), torch.zeros(0)
+    many = [tensor, tensor.view(4, 4), tensor.T, tensor[1:], tensor.view(torch.int32), torch.ones(2), empty]
+    many += [empty, torch.zeros(0), torch.zeros(3, device="meta")]
+    places = places_of(many)
+    for one, place in zip(many, places, strict=True):
+        expected = [place_of(one) == place_of(other) for other in many]
+        assert [place == other for other in places] == expected
