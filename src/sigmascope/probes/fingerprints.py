@@ -19,7 +19,7 @@ https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_device, copy_to_host
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt
-from sigmascope.probes.tensors import PLAIN_TENSORS, place_of, why_unreadable
+from sigmascope.probes.tensors import PLAIN_TENSORS, is_at_hand, place_of, why_unreadable
 
 _GROUP_BYTES: Final = 1 << 30
 """Tensors of an accelerator that are hashed together: the steps within a piece are one after another."""
@@ -94,7 +94,9 @@ def fingerprint(tensor: Tensor) -> Reading[Fingerprint]:
     return fingerprints({"": tensor})[""]
 
 
-def fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -> Readings:
+def fingerprints(
+    tensors: Mapping[str, Tensor], *, threads: int | None = None, joined: "Joined | None" = None
+) -> Readings:
     """Fingerprints by name, or why there are none. Never raises, changes nothing, keeps nothing alive.
 
     Tensors that are the same elements in memory are read once, unless they are small: these are joined. What is not
@@ -103,17 +105,22 @@ def fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -
     Args:
         tensors: Of any dtype, layout and device.
         threads: How many hash on the CPU at once; None: as many as torch calculates with, at most eight.
+        joined: What `join_small` gave of the same tensors just now.
     """
-    told = attempt(begin_fingerprints(tensors, threads=threads).result)
+    told = attempt(begin_fingerprints(tensors, threads=threads, joined=joined).result)
     return told.value or dict.fromkeys(tensors, Reading(None, told.reason))
 
 
-def begin_fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -> Pending[Readings]:
+def begin_fingerprints(
+    tensors: Mapping[str, Tensor], *, threads: int | None = None, joined: "Joined | None" = None
+) -> Pending[Readings]:
     """The same without waiting for an accelerator's tensors, which may change from now on."""
-    reasons = {name: why for name, tensor in tensors.items() if (why := why_unreadable(tensor))}
-    readings: Readings = {name: Reading(None, why) for name, why in reasons.items()}
-    on_cpu = {name: tensor for name, tensor in tensors.items() if name not in reasons and _on_cpu(tensor)}
-    elsewhere = {n: tensor for n, tensor in tensors.items() if n not in reasons and n not in on_cpu}
+    known = {} if joined is None else joined.fingerprints()
+    left = {name: tensor for name, tensor in tensors.items() if name not in known}
+    reasons = {name: why for name, tensor in left.items() if (why := why_unreadable(tensor))}
+    readings: Readings = known | {name: Reading(None, why) for name, why in reasons.items()}
+    on_cpu = {name: tensor for name, tensor in left.items() if name not in reasons and _on_cpu(tensor)}
+    elsewhere = {n: tensor for n, tensor in left.items() if n not in reasons and n not in on_cpu}
     with torch.no_grad():
         readings |= _all_on_cpu(on_cpu, threads)
         groups = [([*group], attempt(partial(_hash_where_it_is, group))) for group in _groups(elsewhere)]
@@ -150,17 +157,52 @@ def _all_on_cpu(tensors: Mapping[str, Tensor], threads: int | None) -> Readings:
 
 def _hash_small(tensors: Mapping[str, Tensor]) -> Readings:
     """Of those that are so small that reading each by itself would take longer than hashing it."""
-    readings: Readings = {}
-    small = ((name, tensor) for name, tensor in tensors.items() if tensor.nbytes <= _SMALL_BYTES)
-    for parts, joined in _joined_by_dtype(small):
-        raw = joined.numpy().data
-        start = 0
-        for name, nbytes, dtype in parts:
-            shape = (*map(int, tensors[name].shape),)
-            rest = raw[start : start + nbytes]
-            readings[name] = Reading(_fingerprint(shape, dtype, _NO_PIECES, rest))
-            start += nbytes
-    return readings
+    small = {name: tensor for name, tensor in tensors.items() if tensor.nbytes <= _SMALL_BYTES}
+    shapes = {name: (*map(int, tensor.shape),) for name, tensor in small.items()}
+    return Joined(shapes, [*_joined_by_dtype(small.items())]).fingerprints()
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The bytes of small tensors on the CPU, joined once for their fingerprints and for samples of them."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    groups: "Sequence[tuple[_Lengths, Tensor]]"
+
+    def fingerprints(self) -> Readings:
+        """Of each."""
+        readings: Readings = {}
+        for parts, joined in self.groups:
+            raw = joined.numpy().data
+            start = 0
+            for name, nbytes, dtype in parts:
+                rest = raw[start : start + nbytes]
+                readings[name] = Reading(_fingerprint(self.shapes[name], dtype, _NO_PIECES, rest))
+                start += nbytes
+        return readings
+
+    def parts_of(self, wanted: Collection[str]) -> "dict[str, _Part]":
+        """Where the bytes of these are."""
+        parts: dict[str, _Part] = {}
+        for lengths, joined in self.groups:
+            end = 0
+            for name, nbytes, dtype in lengths:
+                start, end = end, end + nbytes
+                if name in wanted:
+                    parts[name] = _Part(joined, start, end, dtype)
+        return parts
+
+
+def join_small(tensors: Mapping[str, Tensor]) -> Joined:
+    """Join those that samples take whole, and that lie as plain tensors do. Never raises."""
+    small = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if is_at_hand(tensor) and 0 < tensor.numel() <= SAMPLE_SIZE
+    }
+    with torch.no_grad():
+        groups = attempt(lambda: [*_joined_by_dtype(small.items())]).value or []
+    return Joined({name: (*map(int, tensor.shape),) for name, tensor in small.items()}, groups)
 
 
 _Lengths = list[tuple[str, int, torch.dtype]]
@@ -427,7 +469,7 @@ class Samples(Mapping[str, Tensor]):
         alike = [name for name in both if self._parts[name].nbytes == old[name].nbytes]
         changed = set(both).difference(alike)
         # As they lie in the one, which is mostly how they lie in the other too.
-        alike.sort(key=lambda name: old[name].start)
+        alike.sort(key=lambda name: (id(old[name].held), old[name].start))
         now, then = (_bytes_in_order([parts[name] for name in alike]) for parts in (self._parts, old))
         is_other = now != then
         if is_other.any():
@@ -452,14 +494,19 @@ class _Part(NamedTuple):
 
 
 def _bytes_in_order(parts: Sequence[_Part]) -> UInt8[np.ndarray, " n"]:
-    """The bytes of all; as they lie, where that is one after the other."""
+    """The bytes of all; those that lie one after the other are taken together."""
     if not parts:
         return np.empty(0, np.uint8)
-    held = parts[0].held
-    is_whole = all(one.end == other.start and other.held is held for one, other in pairwise(parts))
-    if is_whole:
-        return held.numpy()[parts[0].start : parts[-1].end]
-    return np.concatenate([part.held.numpy()[part.start : part.end] for part in parts])
+    ends = [
+        place
+        for place, (one, other) in enumerate(pairwise(parts), 1)
+        if one.end != other.start or other.held is not one.held
+    ]
+    runs = [
+        parts[first].held.numpy()[parts[first].start : parts[last - 1].end]
+        for first, last in pairwise([0, *ends, len(parts)])
+    ]
+    return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
 
 NO_SAMPLES: Final = Samples({})
@@ -476,11 +523,24 @@ def samples(tensors: Mapping[str, Tensor], *, size: int = SAMPLE_SIZE, floating_
 
 
 def begin_samples(
-    tensors: Mapping[str, Tensor], *, size: int = SAMPLE_SIZE, floating_only: bool = True
+    tensors: Mapping[str, Tensor],
+    *,
+    size: int = SAMPLE_SIZE,
+    floating_only: bool = True,
+    joined: Joined | None = None,
 ) -> Pending[Samples]:
-    """The same without waiting for an accelerator, whose tensors may change from now on."""
+    """The same without waiting for an accelerator, whose tensors may change from now on.
+
+    Args:
+        tensors: By name.
+        size: Elements of each.
+        floating_only: Whether others are left out.
+        joined: What `join_small` gave of these or more of them just now, for this `size` and all kinds of numbers.
+    """
+    at_hand = {} if joined is None else joined.parts_of(tensors)
+    left = {name: tensor for name, tensor in tensors.items() if name not in at_hand}
     wanted: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
+    for name, tensor in left.items():
         try:
             is_wanted = tensor.is_floating_point() or not floating_only
             if is_wanted and why_unreadable(tensor) is None and tensor.numel():
@@ -490,11 +550,12 @@ def begin_samples(
     with torch.no_grad():
         begun = [attempt(partial(_gather, device, own, size)) for device, own in wanted.items()]
     # Their names alone: nothing that is still on its way keeps the weights alive.
-    names = [name for name in tensors if any(name in own for own in wanted.values())]
-    del wanted
+    found = at_hand.keys() | {name for own in wanted.values() for name in own}
+    names = [name for name in tensors if name in found]
+    del wanted, left
 
     def finished() -> Samples:
-        parts: dict[str, _Part] = {}
+        parts = dict(at_hand)
         for reading in begun:
             if reading.value is not None:
                 parts |= reading.value.parts()

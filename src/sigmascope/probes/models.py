@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.files import short_path
-from sigmascope.probes.module_tree import registered, tree_of
+from sigmascope.probes.module_tree import ModuleTree, registered, tree_of
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
 from sigmascope.probes.tensors import places_of
 from sigmascope.records.run import (
@@ -338,10 +338,8 @@ def channels_last(module: nn.Module) -> bool | None:
 
 def _parameters(module: nn.Module) -> list[Tensor]:
     tree = tree_of(module)
-    attention: list[int] = tree.derive(
-        "attention layers", lambda: tree.of_class(lambda kind: issubclass(kind, ATTENTION_LAYERS))
-    )
-    places = {*attention, *(place for place, own in enumerate(tree.own) if own.get("_parameters"))}
+    holders = (place for place, own in enumerate(tree.own) if own.get("_parameters"))
+    places = {*attention_layers(tree), *holders}
     return [parameter for place in sorted(places) for _, parameter in own_parameters(tree.modules[place])]
 
 
@@ -487,6 +485,13 @@ def modules_in(module: nn.Module) -> Iterator[nn.Module]:
 
 ATTENTION_LAYERS: Final = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
 """Layers whose parameters PEFT takes out of the register while it merges."""
+
+
+def attention_layers(tree: ModuleTree) -> list[int]:
+    """Where those are."""
+    return tree.derive(
+        "attention layers", lambda: tree.of_class(lambda kind: issubclass(kind, ATTENTION_LAYERS))
+    )
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

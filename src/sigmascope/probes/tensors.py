@@ -337,7 +337,7 @@ def _is_plain(value: object) -> bool:
 def why_unreadable(tensor: Tensor) -> str | None:
     """Why the values of a tensor cannot be looked at; None if they can."""
     try:
-        if _is_at_hand(tensor):
+        if is_at_hand(tensor):
             return None
         why = _why_out_of_reach(tensor)
         if why is not None:
@@ -353,7 +353,7 @@ def why_unreadable(tensor: Tensor) -> str | None:
     return None
 
 
-def _is_at_hand(tensor: Tensor) -> bool:
+def is_at_hand(tensor: Tensor) -> bool:
     """Whether it is the usual case, which is told in a third of the time: a plain tensor on the CPU."""
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or torch.compiler.is_compiling():
         return False

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -26,10 +27,17 @@ from sigmascope.probes.comfyui_patcher import (
     weights_of,
 )
 from sigmascope.probes.copies import Pending
-from sigmascope.probes.fingerprints import NO_SAMPLES, Fingerprint, Samples, begin_samples, fingerprints
+from sigmascope.probes.fingerprints import (
+    NO_SAMPLES,
+    Fingerprint,
+    Samples,
+    begin_samples,
+    fingerprints,
+    join_small,
+)
 from sigmascope.probes.forward_passes import detour_of, graph_beside
 from sigmascope.probes.models import (
-    ATTENTION_LAYERS,
+    attention_layers,
     children_of,
     components_of,
     loadable_parts,
@@ -186,13 +194,15 @@ def take_snapshot(
     count, uuid = _patch_count(model, applied), attribute(patcher_in(model), "patches_uuid")
     placement = placement_of(model, tensors)
     modules = attempt(lambda: list(_modules(parts))).value or []
+    around = [*_marked(modules)]
     began = time.perf_counter()
     unpatched = tensors.unpatched if contents else {}
     wanted = {name: w for name, w in unpatched.items() if keys is None or name in keys}
-    prints = fingerprints(wanted)
+    small = join_small(wanted)
+    prints = fingerprints(wanted, joined=small)
     known = {name: reading.value for name, reading in prints.items() if reading.value is not None}
     seen = {name: wanted[name] for name in known}
-    taken = begin_samples(seen | _others(tensors, since, known), floating_only=False)
+    taken = begin_samples(seen | _others(tensors, since, known), floating_only=False, joined=small)
     seconds = time.perf_counter() - began
     kept = Reading(NOTHING_KEPT)
     if since is None:
@@ -230,8 +240,8 @@ def take_snapshot(
         len(tensors.wrapped),
         known,
         taken,
-        attempt(lambda: frozenset(_forwards(parts.values(), modules))).value or frozenset(),
-        attempt(lambda: dict(_detours(parts, modules))).value or {},
+        attempt(lambda: frozenset(_forwards(parts.values(), around))).value or frozenset(),
+        attempt(lambda: dict(_detours(parts, around))).value or {},
         {name: type(module) for name, module in modules},
         seconds if contents else None,
         sum(wanted[name].nbytes for name in known),
@@ -295,13 +305,19 @@ def _modules(parts: Mapping[str, object]) -> Iterator[tuple[str, nn.Module]]:
             yield prefix + name, module
 
 
+def _marked(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Those that may have something around their forward passes."""
+    for name, module in modules:
+        held = vars(module)
+        if "forward" in held or held.get("_forward_hooks") or held.get("_forward_pre_hooks"):
+            yield name, module
+
+
 def _forwards(parts: Iterable[object], modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, str]]:
     """What is put around forward passes, by its name: hosts put their own off and on again."""
     bypasses = {bypass for part in parts for bypass in bypasses_of(part)}
     for name, module in modules:
         held = vars(module)
-        if not (held.get("_forward_hooks") or held.get("_forward_pre_hooks") or "forward" in held):
-            continue
         hooks = (*held.get("_forward_hooks", {}).values(), *held.get("_forward_pre_hooks", {}).values())
         for around in (*hooks, *_replaced_forward(module, held.get("forward"), bypasses)):
             function = getattr(around, "func", around)
@@ -366,17 +382,26 @@ def placement_of(model: object, weights: Weights) -> Placement:
     named = [_device(_own_device(thing)) for thing in (model, inner)]
     device = next((place for place in named if place is not None), None)
     if device is None:
-        distinct = {id(tensor): tensor for tensor in weights.base.values()}.values()
-        elements: Counter[tuple[str, int | None]] = Counter()
-        devices: dict[tuple[str, int | None], torch.device] = {}
-        for weight in distinct:
-            place = weight.device
-            name = place.type, place.index
-            elements[name] += weight.numel()
-            devices[name] = place
-        usual = most_common(elements)
-        device = None if usual is None else devices[usual]
+        device = _usual_device(weights.base.values())
     return Placement(device, *(_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload")))
+
+
+def _usual_device(tensors: Collection[Tensor]) -> torch.device | None:
+    """Where most of their elements are; None without tensors."""
+    if all(map(_IS_ON_CPU, tensors)):  # asked first, since devices are slowly compared
+        return next((tensor.device for tensor in tensors), None)
+    elements: Counter[tuple[str, int | None]] = Counter()
+    devices: dict[tuple[str, int | None], torch.device] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        place = tensor.device
+        name = place.type, place.index
+        elements[name] += tensor.numel()
+        devices[name] = place
+    usual = most_common(elements)
+    return None if usual is None else devices[usual]
+
+
+_IS_ON_CPU: Final = attrgetter("is_cpu")
 
 
 def _own_device(thing: object) -> object:
@@ -475,13 +500,13 @@ def weights_in(model: object, model_type: str) -> Weights:
         for (start, path, in_adapter, is_wrapped), own, tensor in (
             () if module is None else _tensors_in(module)
         ):
-            if id(tensor) in joined:
+            if joined and id(tensor) in joined:
                 continue
             if in_adapter:
                 adapters[f"{prefix}{path}{own}"] = tensor
                 continue
             name = prefix + named(start + own)
-            base[name] = rows.get(id(tensor), tensor)
+            base[name] = rows.get(id(tensor), tensor) if rows else tensor
             if is_wrapped:
                 wrapped.add(name)
     return Weights(base, adapters, frozenset(wrapped), kept)
@@ -495,13 +520,14 @@ is part of an adapter; whether it is inside of what an adapter wraps."""
 def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, str, Tensor]]:
     """Each tensor with its module's place and its own name."""
     tree = tree_of(module)
-    owns, modules = tree.own, tree.modules
+    owns, modules, attention = tree.own, tree.modules, frozenset(attention_layers(tree))
     for place, index in tree.derive("places of tensors", lambda: _places(tree)):
-        own, inner = owns[index], modules[index]
-        if own.get("_parameters") or own.get("_buffers") or isinstance(inner, ATTENTION_LAYERS):
-            for name, tensor in own_parameters(inner):
+        own = owns[index]
+        if own.get("_parameters") or index in attention:
+            for name, tensor in own_parameters(modules[index]):
                 yield place, name, tensor
-            for name, tensor in own_buffers(inner, transient=False):
+        if own.get("_buffers"):
+            for name, tensor in own_buffers(modules[index], transient=False):
                 yield place, name, tensor
 
 

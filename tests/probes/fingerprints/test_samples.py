@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope.probes.fingerprints import fingerprint, positions, samples
+from sigmascope.probes.fingerprints import (
+    begin_samples,
+    fingerprint,
+    fingerprints,
+    join_small,
+    positions,
+    samples,
+)
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -74,3 +81,26 @@ def test_fingerprints_of_samples_are_those_of_the_elements(size: int) -> None:
     prints = taken.fingerprints()
     assert list(prints) == list(tensors)
     assert prints == {name: fingerprint(taken[name]).value for name in tensors}
+
+
+def test_small_tensors_that_are_joined_once_are_read_as_each_by_itself() -> None:
+    tensors = {
+        "large": torch.randn(40, 50),
+        "small": torch.randn(5, 7),
+        "turned": torch.randn(5, 7).T,
+        "codes": torch.arange(5, dtype=torch.int8),
+        "empty": torch.zeros(0),
+        "nowhere": torch.zeros(3, device="meta"),
+        "half": torch.randn(9).to(torch.bfloat16),
+    }
+    joined = join_small(tensors)
+    assert set(joined.shapes) == {"small", "turned", "codes", "half"}
+    assert fingerprints(tensors, joined=joined) == {name: fingerprint(one) for name, one in tensors.items()}
+    asked = {name: tensor for name, tensor in tensors.items() if name != "half"}
+    taken = begin_samples(asked, floating_only=False, joined=joined).result()
+    plain = samples(asked, floating_only=False)
+    assert list(taken) == list(plain) == ["large", "small", "turned", "codes"]
+    assert taken.others_than(plain) == plain.others_than(taken) == frozenset()
+    changed = {**asked, "small": asked["small"] + 1, "large": asked["large"] + 1}
+    later = begin_samples(changed, floating_only=False, joined=join_small(changed)).result()
+    assert later.others_than(taken) == later.others_than(plain) == {"small", "large"}
