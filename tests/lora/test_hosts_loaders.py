@@ -130,13 +130,15 @@ WITH_ENCODERS: dict[str, tuple[Layout, dict[str, str]]] = {
 Parts = dict[str, dict[str, Target]]
 
 
-def with_encoders(name: str, path: Path) -> tuple[Layout, dict[str, Target], Parts]:
-    """Write a file with text encoders; what its modules change, the encoders' by the part."""
+def with_encoders(name: str, path: Path, only: str = "") -> tuple[Layout, dict[str, Target], Parts]:
+    """Write a file with text encoders, or only such layers of them; what its modules change, the encoders' by the part."""
     layout, starts = WITH_ENCODERS[name]
     state, denoiser = layout.build()
     encoders: Parts = {}
     for start, part in starts.items():
         for layer, target in encoder_targets(layout.family, part).items():
+            if not re.search(only, layer):
+                continue
             module = start + (layer.replace(".", "_") if start.endswith("_") else layer)
             encoders.setdefault(part, {})[module] = target
             state |= tensors_of(module, layout.ending, target.shape, layout.alpha)
@@ -148,7 +150,31 @@ def with_encoders(name: str, path: Path) -> tuple[Layout, dict[str, Target], Par
 @pytest.mark.parametrize("name", WITH_ENCODERS)
 def test_diffusers_takes_what_is_said_of_text_encoders(name: str, tmp_path: Path) -> None:
     path = tmp_path / "lora.safetensors"
-    layout, denoiser, encoders = with_encoders(name, path)
+    held_to_diffusers(path, *with_encoders(name, path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "only",
+    [
+        "q_proj",
+        "out_proj",
+        "fc1",
+        "text_projection|q_proj",
+        "q_proj|fc1",
+        "q_proj|out_proj|fc",
+        "_projection|fc2",
+    ],
+)
+@pytest.mark.parametrize("name", WITH_ENCODERS)
+def test_diffusers_takes_what_is_said_of_some_layers_of_text_encoders(
+    name: str, only: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "lora.safetensors"
+    held_to_diffusers(path, *with_encoders(name, path, only))
+
+
+def held_to_diffusers(path: Path, layout: Layout, denoiser: dict[str, Target], encoders: Parts) -> None:
     family, reading = layout.family, of_host(path)
     assert said(reading) == by_diffusers(family, path, denoiser, **all_encoders(family))
     measured = [

@@ -513,19 +513,55 @@ def _of_unet(module: _Module, usual_alpha: float | None) -> float:
 
 def _of_encoders(file: _File) -> tuple[_Module, ...]:
     _require_in_comfyui(file)
-    rows = [
-        row
-        for row in ENCODER_READS
-        if row.host == file.host.name and file.family.name in row.families.split()
-    ]
+    rows, known = _encoder_rows(file), _known_of_encoders(file)
     if file.host.name == "diffusers":
-        return tuple(module for module in file.encoders if _encoder_row(module, rows))
+        found = tuple(module for module in known if not _is_lost(module, known))
+        return () if _is_refused(known) else found
     measured = {encoder for row in rows for encoder in row.encoders.split()}
     for module in file.encoders:
         (encoder,) = module.namings
         if encoder not in measured:
             raise _Unknown(f"names such as {module.name} were not measured for {file.family.title}")
+    return known
+
+
+def _encoder_rows(file: _File) -> list[EncoderReads]:
+    return [
+        row
+        for row in ENCODER_READS
+        if row.host == file.host.name and file.family.name in row.families.split()
+    ]
+
+
+def _known_of_encoders(file: _File) -> tuple[_Module, ...]:
+    rows = _encoder_rows(file)
     return tuple(module for module in file.encoders if _encoder_row(module, rows))
+
+
+_TELL_NAMES: Final = {"A": ("_self_attn_",), "down": ("_out_proj", "_mlp_")}
+"""The layers from which diffusers learns what an encoder's names are, by how a module's keys end.
+
+It turns the names of attentions into older ones first, and all into PEFT's then. PEFT's names it recognises afterwards
+by the attention only. kohya's are of two older kinds: the attention's, recognised by the output projection, and the others',
+recognised by the feed-forward layers.
+"""
+
+
+def _told_by(module: _Module, known: Sequence[_Module]) -> str | None:
+    """The layer from which diffusers learns what the names of a module's encoder are; None if it learns it from none."""
+    tell = _TELL_NAMES[module.ending.partition("+")[0]]
+    paths = [other.path for other in known if other.namings == module.namings]
+    return next((layer for layer in tell if any(layer in path for path in paths)), None)
+
+
+def _is_refused(known: Sequence[_Module]) -> bool:
+    """Whether diffusers refuses the file, since it cannot tell what an encoder's names are."""
+    return any(_told_by(module, known) is None for module in known)
+
+
+def _is_lost(module: _Module, known: Sequence[_Module]) -> bool:
+    """Whether diffusers does not find a module of an attention, as it took all names for those of other layers."""
+    return "_self_attn_" in module.path and _told_by(module, known) == "_mlp_"
 
 
 def _encoder_row(module: _Module, rows: Sequence[EncoderReads]) -> bool:
@@ -539,11 +575,17 @@ def _encoder_row(module: _Module, rows: Sequence[EncoderReads]) -> bool:
 
 
 def _goes_with_encoders(file: _File) -> bool:
-    """For a U-Net and SD 3, diffusers refuses a file, or loads nothing, if it has other names for a text encoder too."""
+    """Whether diffusers loads the denoiser's modules, for all that the file has for text encoders.
+
+    For a U-Net and SD 3 it refuses a file, or loads nothing, if it has other names for a text encoder too.
+    """
+    known = _known_of_encoders(file)
+    if _is_refused(known):
+        return False
     if not (file.family.is_unet or file.family.name == "sd3"):
         return True
     all_peft = all(module.ending == "A" for module in file.encoders)
-    return all_peft or len(_of_encoders(file)) == len(file.encoders)
+    return all_peft or len(known) == len(file.encoders)
 
 
 def _encoder_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
