@@ -406,7 +406,7 @@ def norm_of_sum(parts: Sequence[WeightedFactors]) -> float:
         return norm
     _, core, _ = whole.orthogonal_form()
     left = float(torch.linalg.vector_norm(core))
-    return left if left > _ROUNDING_SHARE * lengths else 0.0
+    return 0.0 if left <= _ROUNDING_SHARE * lengths else left  # NaN stays NaN
 
 
 def concatenated(parts: Sequence[WeightedFactors]) -> LoraFactors:

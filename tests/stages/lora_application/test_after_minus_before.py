@@ -160,3 +160,26 @@ def test_change_is_after_minus_before(row: Row) -> None:
 @pytest.mark.parametrize("row", _IN_OTHERS)
 def test_change_is_the_same_in_other_families(family: str, row: Row) -> None:
     _check(family, row)
+
+
+@pytest.mark.parametrize("mends", [True, False], ids=["NaN to clean", "clean to NaN"])
+def test_a_copy_that_differs_in_one_nan_is_another_change(mends: bool) -> None:
+    host = Host("sd15")
+    spoilt = {key: tensor.clone() for key, tensor in host.files["x"].items()}
+    next(tensor for key, tensor in spoilt.items() if "to_v.lora_B." in key)[0, 0] = float("nan")
+    files = {"spoilt": spoilt, "clean": host.files["x"]}
+    first, second = ("spoilt", "clean") if mends else ("clean", "spoilt")
+    host.files = {first: files[first], second: files[second]}
+    host.load(first, "a")
+    assert bool(generate(host.pipeline, "sd15").isnan().any()) is mends
+    baseline = capture_lora_baseline(host.model, None)
+    host.pipeline.unload_lora_weights()
+    host.load(second, "a")
+    analysis = analyze_lora_application_results(baseline, host.model, None, host.pipeline)
+    assert bool(generate(host.pipeline, "sd15").isnan().any()) is not mends
+    assert analysis["effective"] is True
+    found = {finding["id"] for finding in analysis["findings"]}
+    assert found == (set() if mends else {"lora_not_finite"})
+    (reason,) = analysis["unet_weight_changes"]["keys_value_changed"].values()
+    assert reason["delta_norm"] is None
+    assert "NaN" in reason["unavailable"]["delta_norm"]
