@@ -105,9 +105,10 @@ def percent(part: int | float, whole: int | float) -> str:
 
 
 def rough_percent(share: float, digits: int = 2) -> str:
-    """A share in per cent with so many significant digits, and no exponent however large it is: `2.3 %`, `1,600 %`."""
-    value = float(f"{100 * share:.{digits}g}")
-    return f"{value:,.0f} %" if abs(value) >= 10**digits else f"{value:.{digits}g} %"
+    """A share in per cent with so many significant digits, or more for a whole number: `2.3 %`, `104 %`, `1,636 %`."""
+    value = 100 * share
+    rounded = float(f"{value:.{digits}g}")
+    return f"{value:,.0f} %" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g} %"
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -205,3 +205,11 @@ def test_a_prompt_of_comfyui_says_what_its_nodes_loras_do(
     run = run_of(Stage("generation", 0.1, 8.0, children=loaders))
     assert (idle_lora(run), acting_lora(run)) == (idle, acting)
     assert idle is None or headline(run).startswith(idle)
+
+
+def test_a_component_that_is_no_denoiser_has_its_name_in_the_line() -> None:
+    stage = applied(True, share=1.036)
+    named = replace(stage, facts={**stage.facts, "component": "controlnet"})
+    said = acting_lora(run_of(named))
+    assert said is not None
+    assert said.startswith("The LoRA acts: ‖ΔW‖ / ‖W‖ is 104 % in the controlnet.")

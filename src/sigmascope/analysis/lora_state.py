@@ -91,7 +91,7 @@ def refused_lora(failed: Stage) -> str | None:
 def spoiling_lora(run: Run) -> str | None:
     """Where the LoRAs hold NaN or Inf, if these act as the last change left them: all that they make is spoilt."""
     last = _last_change(run)
-    return None if last is None else _spoilt(last)
+    return None if last is None else _spoilt(_mapping(last.facts.get(_FACT)))
 
 
 def _spoilt(analysis: Mapping[str, Any]) -> str | None:
@@ -103,16 +103,18 @@ def _spoilt(analysis: Mapping[str, Any]) -> str | None:
 
 def acting_lora(run: Run) -> str | None:
     """How strongly the LoRAs act, if they do as the last change left them and do not spoil all that they make."""
-    last = _last_change(run)
+    stage = _last_change(run)
     if spoiling_lora(run) is not None:
         return None
     if of_prompt := [one for one in _of_prompt(run) if one.get("effective") is True]:
         return _said(of_prompt)
-    if last is None:
+    if stage is None:
         return None
+    last, component = _mapping(stage.facts.get(_FACT)), stage.facts.get("component")
+    denoiser = component if isinstance(component, str) else "denoiser"
     sides = [
         (name, changes, _mapping(last.get(f"{side}_lora_patches")))
-        for name, side in (("denoiser", "unet"), ("text encoders", "clip"))
+        for name, side in ((denoiser, "unet"), ("text encoders", "clip"))
         if (changes := _mapping(last.get(f"{side}_weight_changes")))
     ]
     is_on = any(_acting(patches) for _, _, patches in sides)
@@ -126,17 +128,17 @@ def acting_lora(run: Run) -> str | None:
     return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
 
 
-def _last_change(run: Run) -> Mapping[str, Any] | None:
-    """The analysis of the last change of LoRAs, if what it left computes something else than before."""
-    found = (stage.facts.get(_FACT) for stage in run.walk())
-    analyses = [
-        analysis
-        for analysis in found
+def _last_change(run: Run) -> Stage | None:
+    """The stage of the last change of LoRAs, if what it left computes something else than before."""
+    found = ((stage, stage.facts.get(_FACT)) for stage in run.walk())
+    changes = [
+        (stage, analysis)
+        for stage, analysis in found
         if isinstance(analysis, Mapping) and (_is_change(analysis) or _is_idle(analysis))
     ]
-    if not analyses or analyses[-1].get("effective") is not True or idle_lora(run) is not None:
+    if not changes or changes[-1][1].get("effective") is not True or idle_lora(run) is not None:
         return None
-    return analyses[-1]
+    return changes[-1][0]
 
 
 def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

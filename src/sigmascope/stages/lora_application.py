@@ -117,7 +117,7 @@ from sigmascope.stages.weight_changes import (
 )
 from sigmascope.stages.weight_check import Checks, begin_checks, follow_weights
 from sigmascope.stages.weight_verdict import NOT_SEEN
-from sigmascope.units import counted
+from sigmascope.units import counted, rough_percent
 
 __all__ = [
     "LoraAnalysis",
@@ -244,6 +244,7 @@ def analyze_lora_application_results(
     peak_memory: PeakMemory | PeakMemoryDict | None = None,
     error: BaseException | str | None = None,
     is_untrained: bool = False,
+    component: str | None = None,
 ) -> LoraAnalysis:
     """What a LoRA's application changed, each model against its own original. Never raises.
 
@@ -257,6 +258,7 @@ def analyze_lora_application_results(
         peak_memory: The peak of the stage that watched it.
         error: What the application raised, if it did.
         is_untrained: Whether the adapters were made new and not loaded, as by `add_adapter`: then zeros are no fault.
+        component: What findings call a `modified_unet` that is no denoiser, such as "controlnet".
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
@@ -277,7 +279,10 @@ def analyze_lora_application_results(
     on_model = match_applied(path, on_unet, on_clip, unet.patches_on, clip.patches_on, placed)
     on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
     findings = application_findings(
-        [("Denoiser", unet.weights, unet.patches), ("Text encoders", clip.weights, clip.patches)],
+        [
+            (component or "Denoiser", unet.weights, unet.patches),
+            ("Text encoders", clip.weights, clip.patches),
+        ],
         [*file_findings(verdict.value, on_model.value, host_of(modified_unet, modified_clip))],
         effective,
         applied=applied,
@@ -832,7 +837,7 @@ def _changed_fact_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _share(value: int | float) -> str:
-    return f"{100 * value:,.0f} %" if abs(value) >= 10 else f"{100 * value:.3g} %"
+    return rough_percent(value, 3)
 
 
 def _block_rows(blocks: Any) -> Iterator[Row]:

@@ -295,7 +295,7 @@ class LoraObserver(Observer):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._models: ByIdentity[Role] = ByIdentity()
+        self._models: ByIdentity[tuple[str, Role]] = ByIdentity()
 
     def start(self) -> None:
         """Hear PEFT, now or when it is imported."""
@@ -314,10 +314,10 @@ class LoraObserver(Observer):
     def attach(self, parts: WatchedParts) -> None:
         """Hear the same methods, and their own, of every component that can take adapters."""
         roles = {name: component.role for name, component in parts.facts.components.items()}
-        known = ((roles[name], part) for name, part in parts.components.items() if name in roles)
-        models = [(model, role) for role, part in known for model in _taking_adapters(part)]
-        for model, role in models:
-            self._models.put(unwrap(model) or model, role)
+        known = ((name, part) for name, part in parts.components.items() if name in roles)
+        models = [(model, name) for name, part in known for model in _taking_adapters(part)]
+        for model, name in models:
+            self._models.put(unwrap(model) or model, (name, roles[name]))
             for method in (*_MODEL_METHODS, *LORA_METHODS, *_JOINS):
                 self.hook_method(model, method, functools.partial(self._before, method))
 
@@ -357,6 +357,8 @@ class LoraObserver(Observer):
                 stack.lora_changes.append(LoraChange(method, after_step))
             if path is not None:
                 stage.fact("file", short_path(path))
+            if (component := self._component(target)) is not None:
+                stage.fact("component", component)
             with self.session.own_work(), keeping_words(guard.keeps_words):
                 if method.startswith("load_") and error is None:
                     asked = kwargs.get("adapter_name")
@@ -368,8 +370,14 @@ class LoraObserver(Observer):
 
         return after
 
+    def _component(self, target: object) -> str | None:
+        """The name of a component that is neither a denoiser nor a text encoder, such as `controlnet`."""
+        name, role = self._models.get(target) or (None, "denoiser")
+        return None if role in ("denoiser", "text_encoder") else name
+
     def _models_of(self, target: object) -> "LoraModels":
-        if self._models.get(target) == "text_encoder":
+        _, role = self._models.get(target) or (None, None)
+        if role == "text_encoder":
             return LoraModels(None, {"text_encoder": target})
         return LoraModels.of(target, self.session)
 
@@ -400,6 +408,7 @@ class LoraObserver(Observer):
             peak_memory=record.peak,
             error=error,
             is_untrained=makes,
+            component=self._component(target),
         )
         stage.fact(LORA_STAGE, in_short(analysis))
         publication(self.session.recorder, stage)()

@@ -132,8 +132,15 @@ def _image_encoder() -> tuple[Any, nn.Module, str]:
     return pipeline, pipeline.image_encoder, "q_proj"
 
 
-@pytest.mark.parametrize("make", [_one_controlnet, _several_controlnets, _image_encoder])
-def test_any_components_adapter_is_a_stage(make: Callable[[], tuple[Any, Any, str]]) -> None:
+@pytest.mark.parametrize(
+    ("make", "component"),
+    [
+        (_one_controlnet, "controlnet"),
+        (_several_controlnets, "controlnet"),
+        (_image_encoder, "image_encoder"),
+    ],
+)
+def test_any_components_adapter_is_a_stage(make: Callable[[], tuple[Any, Any, str]], component: str) -> None:
     pipeline, model, layer = make()
     with sigmascope.watch(pipeline) as run:
         model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=[layer]), "style")
@@ -142,6 +149,7 @@ def test_any_components_adapter_is_a_stage(make: Callable[[], tuple[Any, Any, st
     assert [stage.facts["method"] for stage in stages] == ["add_adapter", "disable_adapters"]
     analyses = [stage.facts["lora_application"] for stage in stages]
     assert [analysis["effective"] for analysis in analyses] == [True, True]
+    assert [stage.facts["component"] for stage in stages] == [component] * 2
     norms = [analysis["unet_weight_changes"]["delta_norm"] for analysis in analyses]
     assert norms == pytest.approx([norm_of(model)] * 2, rel=1e-3)
     assert left_behind() == []
