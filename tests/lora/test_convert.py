@@ -739,3 +739,36 @@ def test_what_each_host_takes_is_said_with_its_strength(tmp_path: Path) -> None:
     odd = tmp_path / "odd.safetensors"
     save_file({f"my.{end}.weight": torch.ones(4, 4) for end in ("lora_A", "lora_B")}, odd)
     assert loads_in_words(odd).startswith("diffusers unverified (the model family is not known)")
+
+
+@pytest.mark.parametrize("format", ["peft", "kohya", "comfyui"])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_modules_that_have_only_numbers_are_refused_without_asking_for_a_model(
+    format: str, with_model: bool, tmp_path: Path
+) -> None:
+    """As Stable Cascade's own trainer saves a list of them, beside the words that it trained (ComfyUI's issue 3021)."""
+    source, target, model = (tmp_path / f"{name}.safetensors" for name in ("in", "out", "model"))
+    ends = {"lora_down": torch.ones(2, 4), "lora_up": torch.ones(4, 2)}
+    state = {f"weights.{number}.{end}": factor.clone() for number in range(3) for end, factor in ends.items()}
+    save_file(state | {"embeddings.weight": torch.ones(1, 4)}, source)
+    save_file({"down_blocks.0.1.channelwise.0.weight": torch.ones(4, 4)}, model)
+    with pytest.raises(
+        LoraFormatError, match=r"only numbers \(weights\.0, weights\.1, weights\.2\)"
+    ) as caught:
+        convert_lora(source, target, format, model=model if with_model else None)
+    assert caught.value.hint is not None
+    assert "--model" not in caught.value.hint
+    assert "--family" not in caught.value.hint
+    assert not target.exists()
+
+
+def test_modules_that_have_only_numbers_are_converted_where_the_model_has_them(tmp_path: Path) -> None:
+    source, target, model = (tmp_path / f"{name}.safetensors" for name in ("in", "out", "model"))
+    ends = {"lora_down": torch.ones(2, 4), "lora_up": torch.ones(4, 2)}
+    save_file(
+        {f"net.{number}.{end}.weight": factor.clone() for number in (0, 2) for end, factor in ends.items()},
+        source,
+    )
+    save_file({f"net.{number}.weight": torch.ones(4, 4) for number in (0, 2)}, model)
+    convert_lora(source, target, "kohya", model=model)
+    assert {key.partition(".")[0] for key in load_file(target)} == {"lora_unet_net_0", "lora_unet_net_2"}

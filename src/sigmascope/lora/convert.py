@@ -7,6 +7,7 @@ The layer of each module follows from the model if one is given (`named_by_model
 and header (`named_by_itself`).
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -65,6 +66,7 @@ from sigmascope.lora.verdict import variant_finding
 from sigmascope.lora.writer import LoraWriter, holds, storage_dtype
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
+from sigmascope.units import first_few
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
@@ -72,6 +74,7 @@ _TARGET_ARGUMENT: Final = "OUT"
 
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
+_NUMBERED: Final = re.compile(r"(?:\w+\.)?\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +232,8 @@ def convert_lora(
             refuse_inputs(path, base, flag=_TARGET_ARGUMENT)
         if statistics is not None:
             refuse_files(path, [Path(statistics)], _TARGET_ARGUMENT)
+        if wanted.name != "native":
+            _refuse_numbers(lora, base)
         if base is None:
             named = named_by_itself(lora, wanted.name, family=family, prefix=prefix)
         else:
@@ -555,6 +560,27 @@ def _require_family(
         f"{name}: its model family cannot be recognised, and {format} files name layers by it{nearest_family(layers)}.",
         hint="Give the model (--model) or its family (--family). If the family is not known, keep the model's own names: "
         "--format native.",
+    )
+
+
+def _refuse_numbers(lora: LoraFile, model: Checkpoint | None) -> None:
+    """Refuse a file whose modules are only numbered, as Stable Cascade's own trainer writes them (ComfyUI's issue 3021).
+
+    Raises:
+        LoraFormatError: Nothing in the file says which layer each is for, and the model has no layers of these names.
+    """
+    names = [lora.stored_names.get(name, name) for name in lora.names]
+    lists = {name.rpartition(".")[0] for name in names if _NUMBERED.fullmatch(name)}
+    if len(lists) != 1 or not all(map(_NUMBERED.fullmatch, names)):
+        return
+    if parse_names(lora).layout.family != "unknown":
+        return
+    if model is not None and any(f"{name}{_WEIGHT}" in model for name in names):
+        return
+    raise LoraFormatError(
+        f"{lora}: its modules have only numbers ({first_few(names, 3)}): the file does not say which layers they are for.",
+        hint="Convert it with the tool that trained it: only its list of the layers that it trained tells which layer has "
+        "which number. No model and no family can. Stable Cascade's own trainer writes such files, of which ComfyUI loads nothing.",
     )
 
 
