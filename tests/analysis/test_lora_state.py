@@ -213,3 +213,10 @@ def test_a_component_that_is_no_denoiser_has_its_name_in_the_line() -> None:
     said = acting_lora(run_of(named))
     assert said is not None
     assert said.startswith("The LoRA acts: ‖ΔW‖ / ‖W‖ is 104 % in the controlnet.")
+
+
+def test_a_lora_does_not_act_on_weights_that_hold_nan() -> None:
+    spoilt = {"id": "weights_not_finite", "severity": "error", "message": "Denoiser: 1 weight holds NaN."}
+    run = run_of(applied(True, {**spoilt, "evidence": {"acting": 1}}, share=0.2))
+    assert acting_lora(run) is None
+    assert spoiling_lora(run) == spoilt["message"]

@@ -13,8 +13,8 @@ _IDLE = frozenset({"inactive", "failed"})
 """States of changes that do nothing."""
 _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
 """Findings on a file that say why a loader refuses it; so does one with a `cause` in its evidence."""
-_SPOILS: Final = "lora_not_finite"
-"""The finding on changes of which everything that they touch becomes NaN."""
+_SPOILS: Final = frozenset({"lora_not_finite", "weights_not_finite"})
+"""The findings on changes and weights of which everything that they touch becomes NaN."""
 _AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
@@ -96,7 +96,7 @@ def spoiling_lora(run: Run) -> str | None:
 
 def _spoilt(analysis: Mapping[str, Any]) -> str | None:
     for finding in map(_mapping, analysis.get("findings") or ()):
-        if finding.get("id") == _SPOILS and _mapping(finding.get("evidence")).get("acting"):
+        if finding.get("id") in _SPOILS and _mapping(finding.get("evidence")).get("acting"):
             return str(finding["message"])
     return None
 

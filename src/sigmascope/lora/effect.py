@@ -73,6 +73,8 @@ __all__ = [
 
 
 NOT_GIVEN: Final = "the weight was not given"
+_NOT_FINITE: Final = "{what} holds NaN or Inf, or numbers too large for float64."
+WEIGHT_NOT_FINITE: Final = _NOT_FINITE.format(what="the weight")
 _CHUNK_ELEMENTS: Final = 1 << 20
 _MOST_BYTES: Final = 1 << 26
 """Of factors that are compared in float64 at once."""
@@ -351,7 +353,7 @@ def finite(norm: float, what: str = "the change") -> float:
         NonFiniteError: It is NaN or infinite.
     """
     if not isfinite(norm):
-        raise NonFiniteError(f"{what} holds NaN or Inf, or numbers too large for float64.")
+        raise NonFiniteError(_NOT_FINITE.format(what=what))
     return norm
 
 

@@ -10,6 +10,7 @@ import torch
 
 from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.arrival import Arrival, arrival_findings
+from sigmascope.lora.effect import WEIGHT_NOT_FINITE
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import sort_patches
@@ -103,6 +104,8 @@ def application_findings(
     for name, weights, patches in models:
         findings += [*on_patches(name, patches), *on_weights(name, weights)]
     known = {finding.id for finding in findings}
+    if "lora_not_finite" in known:  # what it was merged into holds NaN too
+        findings = [finding for finding in findings if finding.id != "weights_not_finite"]
     distinct = {(finding.id, finding.message): finding for finding in of_file if finding.id not in known}
     findings += distinct.values()
     file_is_why = any(finding.id in _FILE_IS_WHY for finding in of_file)
@@ -442,6 +445,19 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         evidence: _Evidence = {"keys": len(drift["keys"]), "largest_relative_change": largest}
         advice = "This does not count as a change. Reload the weights if results must match bit for bit."
         yield Finding("lora_drift", "info", message, evidence, advice)
+    spoilt = [
+        key
+        for key, change in weights["keys_value_changed"].items()
+        if change["unavailable"].get("weight_norm") == WEIGHT_NOT_FINITE
+    ]
+    if spoilt:
+        yield Finding(
+            "weights_not_finite",
+            "error",
+            f"{name}: {counted(len(spoilt), 'weight holds', 'weights hold')} NaN or Inf, with any LoRA and without: {spoilt[0]}.",
+            {"keys": len(spoilt), "acting": len(spoilt), "example": spoilt[0]},
+            "Load the model again. A LoRA with NaN leaves NaN in the weights that it was fused into, which unfusing does not take out.",
+        )
     if reshaped:
         key = reshaped[0]
         before, after = (

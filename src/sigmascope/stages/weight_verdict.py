@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.lora.arrival import Arrival
-from sigmascope.lora.effect import Effect, measured_effect, weight_norm
+from sigmascope.lora.effect import WEIGHT_NOT_FINITE, Effect, measured_effect, weight_norm
 from sigmascope.lora.linalg import as_float64, blocked_norm
 from sigmascope.lora.norms_at_once import known_inner_product, known_weight_norm
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product
@@ -267,10 +267,14 @@ def _with_weight_norm(
     return with_norm(effect, with_unmerged_norm(of_content, weight.now, inside).weight_norm)
 
 
-def with_norm(effect: Effect, norm: float | None) -> Effect:
-    """An effect with the norm of the unchanged weight."""
+def with_norm(
+    effect: Effect, norm: float | None, unknown: str = "the weight without the changes is gone"
+) -> Effect:
+    """An effect with the norm of the unchanged weight, or why it is not known."""
+    if norm is not None and not isfinite(norm):
+        return with_norm(effect, None, WEIGHT_NOT_FINITE)
     if not norm or effect.delta_norm is None:
-        reason = "the weight without the changes is gone" if norm is None else "the weight is all zeros"
+        reason = "the weight is all zeros" if norm is not None else unknown
         why = dict.fromkeys(("weight_norm", "relative_change"), reason)
         if norm == 0.0:
             del why["weight_norm"]

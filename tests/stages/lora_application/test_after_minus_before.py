@@ -183,3 +183,28 @@ def test_a_copy_that_differs_in_one_nan_is_another_change(mends: bool) -> None:
     (reason,) = analysis["unet_weight_changes"]["keys_value_changed"].values()
     assert reason["delta_norm"] is None
     assert "NaN" in reason["unavailable"]["delta_norm"]
+
+
+def test_nan_that_unfusing_left_in_the_weights_is_told_with_the_next_lora() -> None:
+    """As a service met it that fused and unfused its users' files (diffusers' issue 5313)."""
+    host = Host("sd15")
+    next(tensor for key, tensor in host.files["x"].items() if "to_v.lora_B." in key)[0, 0] = float("nan")
+    host.load("x", "a")
+    host.pipeline.fuse_lora()
+    host.pipeline.unfuse_lora()
+    host.pipeline.unload_lora_weights()
+    baseline = capture_lora_baseline(host.model, None)
+    host.load("y", "b")
+    assert generate(host.pipeline, "sd15").isnan().any()
+    analysis = analyze_lora_application_results(baseline, host.model, None, host.pipeline)
+    (finding,) = analysis["findings"]
+    assert (finding["id"], finding["severity"]) == ("weights_not_finite", "error")
+    assert finding["evidence"]["keys"] == 1
+    assert "to_v.weight" in finding["message"]
+    (spoilt,) = (
+        change
+        for key, change in analysis["unet_weight_changes"]["keys_value_changed"].items()
+        if key == finding["evidence"]["example"]
+    )
+    assert spoilt["weight_norm"] is None
+    assert not analysis["success"]
