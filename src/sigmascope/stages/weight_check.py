@@ -321,6 +321,7 @@ def _check(compared: _Compared, squares: Sequence[float]) -> WeightCheck:
     }
     result, why = _result(compared.stored, norms, compared.is_predicted)
     is_compared = why is None and compared.is_predicted
+    weight = norms["weight"] if isfinite(norms["weight"]) else None
     return as_dict(
         WeightCheck,
         why=why or _NOT_PREDICTED,
@@ -328,8 +329,8 @@ def _check(compared: _Compared, squares: Sequence[float]) -> WeightCheck:
         predicted_norm=norms["predicted"] if is_compared else None,
         used_norm=norms["change"] if why is None else None,
         difference_norm=norms["difference"] if is_compared else None,
-        weight_norm=norms["weight"],
-        rounding_norm=compared.stored.rounding * norms["weight"],
+        weight_norm=weight,
+        rounding_norm=None if weight is None else compared.stored.rounding * weight,
         elements=compared.elements,
     )
 

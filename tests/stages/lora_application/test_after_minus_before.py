@@ -207,4 +207,7 @@ def test_nan_that_unfusing_left_in_the_weights_is_told_with_the_next_lora() -> N
         if key == finding["evidence"]["example"]
     )
     assert spoilt["weight_norm"] is None
+    check = analysis["unet_weight_changes"]["checked"][finding["evidence"]["example"]]
+    assert (check["weight_norm"], check["rounding_norm"]) == (None, None)
+    assert check["unavailable"]["weight_norm"] == "it holds NaN or Inf"
     assert not analysis["success"]
