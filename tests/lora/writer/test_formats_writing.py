@@ -133,7 +133,8 @@ def test_keys_are_those_of_the_format(
 def test_other_parts_have_the_names_that_tools_expect(
     layer: str, layout: ModelLayout, names: dict[str, str], make_factors: MakeFactors, file: Path
 ) -> None:
-    taken = {"transformer.x_embedder"} if layout is FLUX else set()  # of T5 alone diffusers takes nothing
+    # Of T5 alone diffusers takes nothing, nor of a CLIP without its attention.
+    taken = {"transformer.x_embedder"} if layout is FLUX else {layer.replace("mlp.fc1", "self_attn.out_proj")}
     lora = LoraFile({name: make_factors((6, 5), 2) for name in {layer} | taken})
     for format, name in names.items():
         save_lora(file, lora, format=format, layout=layout)
@@ -142,10 +143,19 @@ def test_other_parts_have_the_names_that_tools_expect(
         assert len(written) == len(lora.modules)
 
 
-def test_a_file_for_t5_alone_is_not_written_for_diffusers(make_factors: MakeFactors, file: Path) -> None:
-    lora = LoraFile({"text_encoder_2.encoder.block.0.layer.0.SelfAttention.q": make_factors((6, 5), 2)})
+@pytest.mark.parametrize(
+    ("layer", "layout"),
+    [
+        ("text_encoder_2.encoder.block.0.layer.0.SelfAttention.q", FLUX),
+        ("text_encoder.text_model.encoder.layers.0.mlp.fc1", SDXL),
+    ],
+    ids=["T5", "CLIP without its attention"],
+)
+def test_a_file_that_diffusers_refuses_is_not_written_for_it(
+    layer: str, layout: ModelLayout, make_factors: MakeFactors, file: Path
+) -> None:
     with pytest.raises(LoraFormatError, match="diffusers would take none of its 1 module"):
-        save_lora(file, lora, format="peft", layout=FLUX)
+        save_lora(file, LoraFile({layer: make_factors((6, 5), 2)}), format="peft", layout=layout)
     assert not file.exists()
 
 
@@ -463,7 +473,7 @@ def test_a_kohya_file_whose_attention_differs_in_rank_has_one_alpha(
 
 FAMILIES: dict[str, tuple[ModelLayout, tuple[str, ...]]] = {
     "lbm": (LBM, (LINEAR, CONV, "denoiser.conv_in")),
-    "sdxl": (SDXL, ("unet.conv_in", "unet.up_blocks.0.upsamplers.0.conv", "text_encoder.text_model.encoder.layers.0.mlp.fc1")),
+    "sdxl": (SDXL, ("unet.conv_in", "unet.up_blocks.0.upsamplers.0.conv", "text_encoder.text_model.encoder.layers.0.self_attn.out_proj")),
     "flux": (FLUX, ("transformer.transformer_blocks.0.attn.to_q", "transformer.norm_out.linear", "transformer.proj_out")),
 }  # fmt: skip
 
