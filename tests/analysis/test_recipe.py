@@ -139,6 +139,14 @@ def test_a_small_change_is_noise_the_more_so_the_fewer_runs_there_are(
     assert "× as long" in what_changed(slower, before).headline
 
 
+def test_steps_decide_nothing_that_the_whole_time_leaves_open() -> None:
+    """What slows a whole run, as a processor's clock does, is in each of its steps: these are no more runs than before."""
+    now, before = ([generated(steps=8, step=step + run / 100) for run in range(3)] for step in (1.11, 1.0))
+    assert what_changed(now, before).headline.startswith(
+        "A change of the whole time by +8.7 % (10.08 s → 10.96 s) cannot be told from noise: 3 runs before and 3 now are too few"
+    )
+
+
 def test_runs_that_overlap_are_no_slower() -> None:
     now = [replace(generated(), seconds=seconds) for seconds in (6.0, 8.0, 8.5)]
     before = [replace(generated(), seconds=seconds) for seconds in (5.0, 6.0, 7.9)]

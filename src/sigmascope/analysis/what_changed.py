@@ -383,7 +383,9 @@ def _other_figures(
     compared, _ = compare_run_sets(new, baseline, limits=limits)
     parts = [figure for figure in compared if figure.name != total.name]
     told, is_open = [], [total, *parts]
-    for unit in ("bytes",) if is_told else ("seconds", "bytes"):
+    # A slower clock is in every step of a run: many equal steps decide nothing that the whole time leaves open.
+    has_times = not is_told and total.undecided is None
+    for unit in ("seconds", "bytes") if has_times else ("bytes",):
         changed = [figure for figure in parts if figure.unit == unit and figure.has_changed]
         largest = max(changed, key=_difference_of, default=None)
         # A process's memory creeps: a little of it is told where nothing else is.
