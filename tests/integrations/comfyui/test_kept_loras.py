@@ -19,8 +19,8 @@ from tests.integrations.comfyui.test_nodes import nodes
 
 from sigmascope.history.row import row_of
 from sigmascope.integrations.comfyui.browser import view_of
-from sigmascope.integrations.comfyui.kept_loras import signature_of
 from sigmascope.integrations.comfyui.one_line import line_of
+from sigmascope.integrations.comfyui.posted_graph import link_of, signature_of
 from sigmascope.records.run import Run
 from sigmascope.reports.measurements import measured
 
@@ -197,6 +197,12 @@ def test_a_signature_is_the_same_whatever_the_ids() -> None:
     assert signature_of(other_ids, "x", {}) == known
     assert signature_of(loader("1", "2", model="n"), "2", {}) != known
     assert signature_of(loader("1", "2", slot=1), "2", {}) != known
+
+
+@pytest.mark.parametrize("value", [[512, 512], ["a", "b"], ["1", 0, 1], ["1"], ("1", 0), "1", None])
+def test_what_is_no_id_with_the_number_of_an_output_is_a_value(value: object) -> None:
+    assert link_of(["1", 0]) == ("1", 0)
+    assert link_of(value) is None
 
 
 def test_a_signature_of_nodes_in_a_circle_ends() -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
-from sigmascope.integrations.comfyui.kept_loras import Kept, following, keep_verdict
+from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
 from sigmascope.integrations.comfyui.lora import VERDICTS, ZERO, path_of, said
 from sigmascope.integrations.comfyui.needs import Need, output_data
+from sigmascope.integrations.comfyui.posted_graph import following
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
@@ -135,7 +136,9 @@ class HookLora(Instrument):
             anew.setdefault(node.id, []).append((one, verdict))
         for node_id, since, (one, verdict) in self._known.of_prompt(prompt, anew):
             # Where a node that follows was kept too, the hook was in force for it when it ran.
-            is_kept = any(follower in prompt.cached for follower in following(prompt, node_id, one.slot))
+            is_kept = any(
+                follower in prompt.cached for follower in following(prompt.graph, node_id, one.slot)
+            )
             keep_verdict(
                 prompt, node_id, said(one.name, verdict if is_kept else self._judge(one, seen), since)
             )

@@ -4,12 +4,11 @@ ComfyUI keeps an output for as long as the node's class, its values and those of
 this keep what was found out of the node's LoRAs when it ran.
 """
 
-import hashlib
-import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
+from sigmascope.integrations.comfyui.posted_graph import signature_of
 from sigmascope.integrations.comfyui.recording import PromptRecording
 
 KEPT: Final = "loras_kept"
@@ -53,55 +52,3 @@ class Kept(Generic[T]):
 def keep_verdict(prompt: PromptRecording, node_id: str, verdict: Mapping[str, Any]) -> None:
     """Put the verdict on a LoRA of a node that did not run on the prompt."""
     prompt.facts.setdefault(KEPT, []).append({"node": node_id, **verdict})
-
-
-def links_of(graph: Mapping[str, Any], node_id: str) -> Iterator[tuple[str, Any]]:
-    """What a node of a graph takes: another one's id, and the number of its output."""
-    for link in (graph[node_id].get("inputs") or {}).values():
-        if _is_link(link):
-            yield str(link[0]), link[1]
-
-
-def following(prompt: PromptRecording, node_id: str, slot: int) -> frozenset[str]:
-    """The nodes of the posted graph that an output of a node leads to."""
-    takers: dict[str, list[tuple[str, Any]]] = {}
-    for taker in prompt.graph:
-        for source, at in links_of(prompt.graph, taker):
-            takers.setdefault(source, []).append((taker, at))
-    found = {taker for taker, at in takers.get(node_id, ()) if at == slot}
-    todo = list(found)
-    while todo:
-        fresh = {taker for taker, _ in takers.get(todo.pop(), ())} - found
-        found |= fresh
-        todo += fresh
-    return frozenset(found)
-
-
-def signature_of(graph: Mapping[str, Any], node_id: str, known: dict[str, str]) -> str:
-    """A digest of what a node's outputs depend on: its class and values, and those of all nodes before it.
-
-    Args:
-        graph: As it was posted.
-        node_id: A node of it.
-        known: The signatures so far, by node; filled.
-    """
-    todo = [node_id]
-    while todo:
-        at = todo[-1]
-        before = {source for source, _ in links_of(graph, at) if source in graph} - known.keys()
-        if fresh := before.difference(todo):  # one that is on the way already lies in a circle
-            todo += fresh
-            continue
-        todo.pop()
-        inputs = graph[at].get("inputs") or {}
-        values = {
-            name: [known.get(str(value[0])), value[1]] if _is_link(value) else value
-            for name, value in inputs.items()
-        }
-        text = json.dumps([graph[at].get("class_type"), values], sort_keys=True, default=repr)
-        known[at] = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-    return known[node_id]
-
-
-def _is_link(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
-from sigmascope.integrations.comfyui.kept_loras import Kept, following, keep_verdict, links_of
+from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
 from sigmascope.integrations.comfyui.needs import Need, output_data
+from sigmascope.integrations.comfyui.posted_graph import following, links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
@@ -259,7 +260,7 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen) -
         model, patches = known.patches.get(_KINDS.get(kind, ""), (0, frozenset()))
         in_use = seen.in_use.get(model)
         is_idle = patches and in_use is not None and in_use.isdisjoint(patches)
-        if is_idle and prompt.cached.isdisjoint(following(prompt, node_id, slot)):
+        if is_idle and prompt.cached.isdisjoint(following(prompt.graph, node_id, slot)):
             found.add(_KINDS[kind])
     return frozenset(found) if node_id in prompt.graph else frozenset()
 
@@ -332,7 +333,7 @@ def _leads_nowhere(prompt: PromptRecording, node_id: str, kinds: Sequence[str]) 
     """What of the models that a node of the posted graph gives goes to no other node."""
     if node_id not in prompt.graph:
         return frozenset()
-    taken = {link for taker in prompt.graph for link in links_of(prompt.graph, taker)}
+    taken = {link for node in prompt.graph.values() for _, link in links_of(node)}
     return frozenset(
         _KINDS[kind] for slot, kind in enumerate(kinds) if kind in _KINDS and (node_id, slot) not in taken
     )

@@ -16,6 +16,7 @@ from sigmascope.checkpoints.tensor_dumps import TensorDumps, flatten
 from sigmascope.files import atomic_path
 from sigmascope.integrations.comfyui import session
 from sigmascope.integrations.comfyui.lora import in_words, judge, path_of
+from sigmascope.integrations.comfyui.posted_graph import links_of
 from sigmascope.integrations.comfyui.recording import COMFYUI
 from sigmascope.probes.reading import describe
 from sigmascope.probes.tensors import tensor_facts
@@ -184,10 +185,10 @@ def _loras_before(graph: Mapping[str, Any], node: str) -> Iterator[str]:
     """The files that nodes before this one name, the nearest first."""
     todo, seen = [node], {node}
     while todo and len(seen) <= _MOST_LINKS:
-        inputs = (graph.get(todo.pop(0)) or {}).get("inputs") or {}
-        if isinstance(name := inputs.get("lora_name"), str):
+        node_before = graph.get(todo.pop(0)) or {}
+        if isinstance(name := (node_before.get("inputs") or {}).get("lora_name"), str):
             yield name
-        links = [str(value[0]) for value in inputs.values() if isinstance(value, list) and len(value) == 2]
+        links = [source for _, (source, _) in links_of(node_before)]
         todo += [link for link in links if link not in seen]
         seen.update(links)
 

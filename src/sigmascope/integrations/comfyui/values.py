@@ -18,6 +18,7 @@ from torch import Tensor
 from sigmascope.integrations.comfyui.findings import tell
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import output_data
+from sigmascope.integrations.comfyui.posted_graph import links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
 from sigmascope.probes.reading import attempt
@@ -58,7 +59,7 @@ class Values(Instrument):
         node_id = str(call.get("unique_id"))
         looks: list[_Look] = prompt.until_the_end(self.name, list)
         seen: set[tuple[str, int]] = prompt.until_the_end(_KEPT, set)
-        for name, source in _links(prompt, node_id):
+        for name, source in links_of(prompt.info(node_id)):
             if source[0] in prompt.nodes or source in seen:
                 continue
             seen.add(source)
@@ -125,13 +126,6 @@ def _kind(node: Any, slot: int) -> Kind:
     return _KINDS.get(str(kinds[slot]) if slot < len(kinds) else "", "other")
 
 
-def _links(prompt: PromptRecording, node_id: str) -> Iterator[tuple[str, tuple[str, int]]]:
-    """The inputs of a node that are another one's outputs: by name, that one's id and the output's number."""
-    for name, link in (prompt.info(node_id).get("inputs") or {}).items():
-        if isinstance(link, list) and len(link) == 2 and isinstance(link[1], int):
-            yield name, (str(link[0]), link[1])
-
-
 def _odd(what: str, look: _Look, prompt: PromptRecording) -> dict[str, Any]:
     class_type = str(prompt.info(look.node).get("class_type", "unknown"))
     return {"what": what, "node": look.node, "class_type": class_type, "output": look.slot}
@@ -178,7 +172,7 @@ def _matters(
         return False
     if node.is_sampler:
         return True
-    return any(constant.get(source) is False for _, source in _links(prompt, node.id))
+    return any(constant.get(source) is False for _, source in links_of(prompt.info(node.id)))
 
 
 INSTRUMENT = Values

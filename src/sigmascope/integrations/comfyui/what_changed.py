@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from sigmascope.integrations.comfyui.posted_graph import link_of
 from sigmascope.integrations.comfyui.recording import COMFYUI, NODE, PromptRecording
 from sigmascope.integrations.comfyui.texts import is_choice
 from sigmascope.records.prompts import HIDDEN, Privacy, privacy_of, prompt_sha256
@@ -89,8 +90,8 @@ def _digest_and_values(graph: Mapping[str, Any], privacy: Privacy) -> tuple[str,
     for node_id, node in graph.items():
         class_type, links = str(node.get("class_type")), []
         for name, value in (node.get("inputs") or {}).items():
-            if isinstance(value, list) and len(value) == 2:  # another node's id and the number of its output
-                links.append([name, str(value[0]), value[1]])
+            if (link := link_of(value)) is not None:
+                links.append([name, *link])
             else:
                 values[str(node_id), name] = _kept(class_type, name, value, privacy)
         shape.append([str(node_id), class_type, sorted(links)])
