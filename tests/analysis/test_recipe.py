@@ -140,7 +140,7 @@ def test_a_small_change_is_noise_the_more_so_the_fewer_runs_there_are(
 
 
 def test_steps_decide_nothing_that_the_whole_time_leaves_open() -> None:
-    """What slows a whole run, as a processor's clock does, is in each of its steps: these are no more runs than before."""
+    """What slows a whole run, as a processor's clock does, is in its steps too, and these are of no more runs."""
     now, before = ([generated(steps=8, step=step + run / 100) for run in range(3)] for step in (1.11, 1.0))
     assert what_changed(now, before).headline.startswith(
         "A change of the whole time by +8.7 % (10.08 s → 10.96 s) cannot be told from noise: 3 runs before and 3 now are too few"

@@ -383,7 +383,7 @@ def _other_figures(
     compared, _ = compare_run_sets(new, baseline, limits=limits)
     parts = [figure for figure in compared if figure.name != total.name]
     told, is_open = [], [total, *parts]
-    # A slower clock is in every step of a run: many equal steps decide nothing that the whole time leaves open.
+    # A part is known from as few runs as the whole time: it decides nothing that this leaves open.
     has_times = not is_told and total.undecided is None
     for unit in ("seconds", "bytes") if has_times else ("bytes",):
         changed = [figure for figure in parts if figure.unit == unit and figure.has_changed]

@@ -312,9 +312,12 @@ def test_a_receiver_that_answers_with_an_error_or_closes_costs_spans_that_are_co
     assert telemetry.dropped()["spans"] == 3
 
 
-@pytest.mark.parametrize(
+BOTH_PROTOCOLS = pytest.mark.parametrize(
     ("receiver", "protocol"), [(http_receiver, "http/protobuf"), (grpc_receiver, "grpc")]
 )
+
+
+@BOTH_PROTOCOLS
 def test_what_a_collector_rejects_of_a_request_that_it_takes_is_counted_and_said_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -333,9 +336,7 @@ def test_what_a_collector_rejects_of_a_request_that_it_takes_is_counted_and_said
     assert [line[:29] for line in said] == ["The collector rejected 2 of 3", "The collector rejected 2 of 1"]
 
 
-@pytest.mark.parametrize(
-    ("receiver", "protocol"), [(http_receiver, "http/protobuf"), (grpc_receiver, "grpc")]
-)
+@BOTH_PROTOCOLS
 def test_a_warning_of_a_collector_that_took_all_is_said_and_counts_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -404,9 +405,7 @@ def test_a_child_that_was_forked_ends_without_sending_what_is_its_parent_s(
             shutdown()
 
 
-@pytest.mark.parametrize(
-    ("receiver", "protocol"), [(http_receiver, "http/protobuf"), (grpc_receiver, "grpc")]
-)
+@BOTH_PROTOCOLS
 def test_a_receiver_that_takes_thirty_seconds_holds_nobody_up_and_its_queue_is_bounded(
     monkeypatch: pytest.MonkeyPatch, receiver: Callable[..., Any], protocol: str
 ) -> None:
