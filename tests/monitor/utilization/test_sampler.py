@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def sampler_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sigmascope")]
+    return [thread.name for thread in threading.enumerate() if thread.name == "sigmascope-sampler"]
 
 
 def peak_rss(recorder: Recorder) -> int | None:
