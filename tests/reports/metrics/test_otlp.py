@@ -42,10 +42,13 @@ def _settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "60000")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=pictures")
     caplog.set_level(logging.CRITICAL, "opentelemetry")
+    earlier = {*threading.enumerate()}
     yield
-    until(
-        lambda: not any(thread.name.startswith(("Otel", "sigmascope-")) for thread in threading.enumerate())
-    )
+    until(lambda: not any(map(_exports, {*threading.enumerate()} - earlier)))
+
+
+def _exports(thread: threading.Thread) -> bool:
+    return thread.name.startswith(("Otel", "sigmascope-"))
 
 
 def sent(
