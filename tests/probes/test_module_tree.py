@@ -132,3 +132,13 @@ def test_modules_that_have_something_are_those_that_getattr_finds_it_on() -> Non
     made[1].processor = None
     del made[2][1]._modules["processor"]
     assert [held for _, held in tree_of(made).having("processor")] == [made[2][1], "answered", "of the class"]
+
+
+def test_where_a_name_is_held_is_told_of_all_modules_or_of_some() -> None:
+    made = model()
+    made[1].mark, made[3].mark = 1, None
+    tree = tree_of(made)
+    first, second = tree.indices([made[1], made[3]])
+    assert tree.holding("mark") == [first, second]
+    assert tree.holding("mark", [0, second]) == [second]
+    assert [own["mark"] for own in tree.own_at([second, first])] == [None, 1]

@@ -714,8 +714,7 @@ class Step:
         scope = recorder.current_scope()
         try:
             mark = None if scope.columns.timings is None else scope.instruments.mark()
-            scope.begin_step()
-            self._entered = (recorder.clock(), scope, mark, self._entered)
+            self._entered = (scope.begin_step(), scope, mark, self._entered)
         except Exception as failure:  # noqa: BLE001 - a monitor's failure must not reach the host
             scope.instruments.guard.switch_off("steps", failure)
         return self

@@ -92,6 +92,10 @@ _host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
 """What `facts_of_host` has read, by the accelerator object's id."""
 
 
+_AT_ONCE_NS: Final = 20_000
+"""Between two steps: the processor time of so short a while is none to speak of beside a step's."""
+
+
 class Scope:
     """What is known of a stage so far. Baseline → steps and peaks → the memory at its end.
 
@@ -110,7 +114,8 @@ class Scope:
         self.thread_id = 0
         self.in_step = False
         self.planned_steps: int | None = None
-        self._step_cpu_ns = 0
+        self._step_cpu_ns = 0  # the process's time when the step began, or the last one ended
+        self._stepped_ns: int | None = None
         self.was_opened = False
         self.started_ns = 0
         self.ended_ns: int | None = None
@@ -151,10 +156,18 @@ class Scope:
         self._look_at_processor(is_beginning=True)
         self.started_ns = instruments.clock()
 
-    def begin_step(self) -> None:
-        """Note that a step begins now."""
+    def begin_step(self) -> int:
+        """Note that a step begins now; gives when, on the recorder's clock.
+
+        Asking for the processor time takes longer than all else here. Where a step follows the last one at once, it is what it
+        was then.
+        """
         self.in_step = True
+        started_ns, stepped_ns = self.instruments.clock(), self._stepped_ns
+        if stepped_ns is not None and 0 <= started_ns - stepped_ns < _AT_ONCE_NS:
+            return started_ns
         self._step_cpu_ns = process_time_ns()
+        return self.instruments.clock()
 
     def add_step(
         self, started_ns: int, ended_ns: int, start: "Mark | None", ended_cpu_ns: int | None = None
@@ -167,7 +180,9 @@ class Scope:
             start: Its beginning on the device.
             ended_cpu_ns: The process's processor time when it ended; None: it ends now.
         """
-        cpu_ns = (process_time_ns() if ended_cpu_ns is None else ended_cpu_ns) - self._step_cpu_ns
+        began_cpu_ns, self._stepped_ns = self._step_cpu_ns, ended_ns
+        self._step_cpu_ns = process_time_ns() if ended_cpu_ns is None else ended_cpu_ns
+        cpu_ns = self._step_cpu_ns - began_cpu_ns
         self.in_step = False
         instruments, timings = self.instruments, self.columns.timings
         end, device = None, None

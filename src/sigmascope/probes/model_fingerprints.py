@@ -171,14 +171,15 @@ def _state_of(module: nn.Module) -> int:
     tree = tree_of(module)
     tensors = _tensors_in(tree)
     try:
-        versions = (*map(attrgetter("_version"), tensors),)
+        counted = (*map(_COUNTED, tensors),)
     except PROBE_ERRORS:  # inference tensors count nothing
-        versions = (*map(_version, tensors),)
-    layers: list[int] = tree.derive(
-        "layers that merge", lambda: [place for place, own in enumerate(tree.own) if _MERGED in own]
-    )
-    merged = [(*map(str, tree.own[place].get(_MERGED) or ()),) for place in layers]
-    return hash((_number_of(module, tensors), versions, (*map(attrgetter("dtype"), tensors),), *merged))
+        counted = (*((_version(tensor), tensor.dtype) for tensor in tensors),)
+    layers: list[int] = tree.derive("layers that merge", lambda: tree.holding(_MERGED))
+    merged = [(*map(str, own.get(_MERGED) or ()),) for own in tree.own_at(layers)]
+    return hash((_number_of(module, tensors), counted, *merged))
+
+
+_COUNTED: Final = attrgetter("_version", "dtype")
 
 
 def _number_of(module: nn.Module, tensors: Sequence[Tensor]) -> int:
@@ -198,18 +199,26 @@ _SEEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Sequence[Callable[[], Tensor 
 
 def _tensors_in(tree: ModuleTree) -> list[Tensor]:
     """All parameters and those buffers that a state dict has, without their names."""
+    places: list[int] = tree.derive(
+        "may have weights", lambda: tree.of_class(lambda kind: kind not in _WITHOUT_WEIGHTS)
+    )
+    owns = tree.own_at(places)
     try:
-        parameters, buffers = ([*map(itemgetter(name), tree.own)] for name in ("_parameters", "_buffers"))
+        parameters, buffers = ([*map(itemgetter(name), owns)] for name in ("_parameters", "_buffers"))
     except KeyError:  # a module that was never initialised
-        parameters, buffers = ([own.get(name) for own in tree.own] for name in ("_parameters", "_buffers"))
+        parameters, buffers = ([own.get(name) for own in owns] for name in ("_parameters", "_buffers"))
     tensors = [*filter(_IS_SET, chain.from_iterable(map(methodcaller("values"), filter(None, parameters))))]
-    for own in compress(tree.own, buffers):
+    for own in compress(owns, buffers):
         transient = own.get("_non_persistent_buffers_set") or ()
         held = ((name, buffer) for name, buffer in own["_buffers"].items() if name not in transient)
         tensors += [buffer for _, buffer in held if buffer is not None]
     return tensors
 
 
+_WITHOUT_WEIGHTS: Final = frozenset(
+    {nn.ModuleDict, nn.ModuleList, nn.Sequential, nn.Identity, nn.Dropout, nn.SiLU}
+)
+"""Of these very classes no module reads a weight of its own, and two modules in five of a model with LoRAs are of them."""
 _IS_SET: Final = partial(is_not, None)
 
 

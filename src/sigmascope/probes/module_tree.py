@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from typing import Any, Final, TypeVar
 
 from torch import nn
@@ -88,10 +88,20 @@ class ModuleTree:
         asked: list[int] = self.derive(
             ("asked for", name), lambda: self.of_class(partial(answers_itself, name=name))
         )
-        found = {place: own[name] for place, own in enumerate(self.own) if name in own}
+        found = {place: self.own[place][name] for place in self.holding(name)}
         found |= {place: self.own[place]["_modules"][name] for place in self._with_child(name)}
         found |= {place: attribute(self.modules[place], name) for place in asked}
         return [(place, held) for place, held in sorted(found.items(), key=_PLACE) if held is not None]
+
+    def holding(self, name: str, among: Sequence[int] | None = None) -> list[int]:
+        """Where modules have this name in their `__dict__`; of all, or of those at these places."""
+        places = range(len(self.own)) if among is None else among
+        owns = self.own if among is None else self.own_at(among)
+        return [*compress(places, map(operator.contains, owns, repeat(name)))]
+
+    def own_at(self, places: Sequence[int]) -> Sequence[Mapping[str, Any]]:
+        """What is in the `__dict__` of the modules at these places."""
+        return [*map(self.own.__getitem__, places)]
 
     def _with_child(self, name: str) -> list[int]:
         """Where modules have a module registered under this name."""
@@ -122,7 +132,7 @@ class _Outline:
     kinds: list[type]
     counts: list[int]
     child_names: list[str]
-    child_ids: list[int]
+    child_places: list[int]
     derived: dict[object, Any]
 
     def tree(self) -> ModuleTree | None:
@@ -136,9 +146,10 @@ class _Outline:
         if counts != self.counts:
             return None
         full = [*compress(children, counts)]
-        is_same = [*map(id, chain.from_iterable(map(dict.values, full)))] == self.child_ids and [
-            *chain.from_iterable(full)
-        ] == self.child_names
+        held = map([*modules, None].__getitem__, self.child_places)
+        is_same = all(map(operator.is_, chain.from_iterable(map(dict.values, full)), held)) and all(
+            map(operator.is_, chain.from_iterable(full), self.child_names)
+        )
         return ModuleTree(modules, self.names, own, self.shape, self.derived) if is_same else None
 
 
@@ -227,10 +238,9 @@ def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str], Shape]:
 
 
 def _outline(tree: ModuleTree) -> _Outline:
+    """Fails where what is registered as a module is none."""
     children = [own["_modules"] for own in tree.own]
-    held = [*chain.from_iterable(map(dict.values, children))]
-    if not all(issubclass(kind, nn.Module | None) for kind in {*map(type, held)}):
-        raise TypeError("what is registered as a module is none, so that its id may become another's")
+    places = {id(module): place for place, module in enumerate((*tree.modules, None))}
     return _Outline(
         [*map(weakref.ref, tree.modules)],
         tree.names,
@@ -238,7 +248,7 @@ def _outline(tree: ModuleTree) -> _Outline:
         [*map(type, tree.modules)],
         [*map(len, children)],
         [*chain.from_iterable(children)],
-        [*map(id, held)],
+        [places[id(held)] for held in chain.from_iterable(map(dict.values, children))],
         tree.derived,
     )
 

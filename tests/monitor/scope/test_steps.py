@@ -28,6 +28,33 @@ def test_steps_have_their_start_since_the_stage_began_and_their_length(
     assert (steps.started, steps.seconds) == ((1.0, 3.0), (2.0, 0.5))
 
 
+def test_what_is_computed_between_steps_is_in_no_steps_processor_time(
+    timed: Recorder, clock: "FakeClock", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent, asked = 0, 0
+
+    def process_time_ns() -> int:
+        nonlocal asked
+        asked += 1
+        return spent
+
+    monkeypatch.setattr("sigmascope.monitor.scope.process_time_ns", process_time_ns)
+    with timed.stage("denoising"):
+        for seconds_between in (
+            0.0,
+            1.0,
+            -60.0,
+            0.0,
+        ):  # at once, after a preview, and with the clock set back
+            with timed.step():
+                spent += 5_000_000
+                clock.pass_seconds(0.005)
+            spent += round(abs(seconds_between) * 1e9)
+            clock.pass_seconds(seconds_between)
+    assert timed.run().stages[0].steps.cpu_seconds == (0.005,) * 4
+    assert asked == 4 + 3  # at each end, and where a step does not follow the last one at once
+
+
 def test_a_step_has_the_resident_bytes_at_its_end(
     timed: Recorder, clock: "FakeClock", host: "FakeHost"
 ) -> None:

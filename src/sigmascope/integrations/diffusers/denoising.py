@@ -103,6 +103,28 @@ class Denoising:
         self._component, self._calls_in_step = name, 1
         self._begin()
 
+    def called_again(self, name: str) -> bool:
+        """Take a call that is about to run if, going by the step before, the open one lacks it: the hot path.
+
+        What it is called for need not be read then: it is the step's own timestep.
+
+        Args:
+            name: The denoiser's.
+
+        Returns:
+            Whether it was taken; never where no scheduler tells of steps.
+        """
+        if (
+            self._started is None
+            or not self.stepped
+            or self._calls_in_step >= self._calls_of_last
+            or name != self._component
+        ):
+            return False
+        self.calls[name] += 1
+        self._calls_in_step += 1
+        return True
+
     def prepared(self) -> None:
         """Take a call of what works for the denoiser, such as a ControlNet: a step begins with it, if none is open."""
         if self._started is None:
@@ -113,8 +135,7 @@ class Denoising:
         if self._started is None:
             if self._has_device:
                 self._mark = self._scope.instruments.mark()
-            self._scope.begin_step()
-            self._started = self._clock()
+            self._started = self._scope.begin_step()
 
     def _is_another(self, timestep: object) -> bool:
         """Whether a call is for another step than the one that is open; keeps its timestep if so."""

@@ -418,15 +418,17 @@ class OwnLoopObserver(Observer):
         ):
             return self._before_first(module, args, kwargs)
         # As `_Form.read` and `_is_denoising` do, without the time of their calls.
-        form, planned = going.form, stack.planned_steps
+        form, denoising = going.form, going.denoising
+        if is_tracing() or (is_grad_enabled() and self._may_train(module)):
+            return self._before_first(module, args, kwargs)
+        if denoising.most_calls_a_step > 1 and form.is_known and denoising.called_again(going.name):
+            own.calling = module
+            return going.told
         timestep = args[form.at] if form.at < len(args) else kwargs.get(form.timestep)
-        number = number_of(timestep)
-        last = own.last
+        number, last, planned = number_of(timestep), own.last, stack.planned_steps
         if (
             (number != last and own.starts_again(number, planned))
-            or (planned is not None and going.denoising.stepped >= planned)
-            or is_tracing()
-            or (is_grad_enabled() and self._may_train(module))
+            or (planned is not None and denoising.stepped >= planned)
             or not (
                 form.is_known
                 or self._may_denoise(module, args[0] if args else kwargs.get(form.latents), timestep)
@@ -436,7 +438,7 @@ class OwnLoopObserver(Observer):
         own.calling = module
         if number != last:
             own.goes_to(number)
-        going.denoising.called(going.name, number)
+        denoising.called(going.name, number)
         return going.told
 
     def _before_first(self, module: object, args: Arguments, kwargs: Keywords) -> After | None:

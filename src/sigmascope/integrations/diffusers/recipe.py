@@ -8,6 +8,7 @@ an adapter's file, as download pages give it.
 import sys
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from itertools import chain, repeat
 from math import sqrt
 from pathlib import Path
 from typing import Any, Final
@@ -183,14 +184,12 @@ _STANDING: Final = ("scaling", "r", "lora_alpha", *sorted(_WHICH_ACT))
 def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
     """The facts of each adapter over all layers; those of the last time if every layer stands as it did then."""
     tree = tree_of(module)
-    layers: list[int] = tree.derive(
-        "layers of adapters",
-        lambda: [place for place, own in enumerate(tree.own) if "merged_adapters" in own],
-    )
+    layers: list[int] = tree.derive("layers of adapters", lambda: tree.holding("merged_adapters"))
     bypassed = bypassed_layers(module)
-    standing = [bypassed, *(tree.own[place].get(name) for place in layers for name in _STANDING)]
+    owns = tree.own_at(layers)
+    standing = [bypassed, *chain.from_iterable(map(dict.get, owns, repeat(name)) for name in _STANDING)]
     kept: list[Any] = tree.derive("adapters", list)
-    tells = all(tree.own[place].keys() >= _WHICH_ACT for place in layers)
+    tells = all(len(tree.holding(name, layers)) == len(layers) for name in _WHICH_ACT)
     is_same = attempt(lambda: bool(kept) and tells and kept[0] == standing)
     if not is_same.value:
         adapters: dict[str, dict[str, Any]] = {}

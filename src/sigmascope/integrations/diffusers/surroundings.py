@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, compress, repeat
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
@@ -156,7 +157,7 @@ def _of_model(name: str, model: nn.Module) -> Iterator[tuple[str, str]]:
     hooks: dict[str, int] = {}
     patched: dict[str, int] = dict(_patched(model))
     freeu: dict[str, int] = {}
-    for own in _marked(tree.own):
+    for own in _marked(tree):
         if own.get("_forward_hooks") or own.get("_forward_pre_hooks"):
             for holder in _HOOKS:
                 for hook in (own.get(holder) or {}).values():
@@ -194,16 +195,19 @@ def _library_of(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def _marked(owns: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _marked(tree: ModuleTree) -> list[Mapping[str, Any]]:
     """The modules that may have any of it: seven thousand others are passed over in 2 ms."""
-    try:
-        return [
-            own
-            for own in owns
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "s1" in own
-        ]
-    except KeyError:  # a module that was never initialised
-        return owns
+    places: list[int] = tree.derive(
+        "may be called", lambda: tree.of_class(lambda kind: kind not in _NEVER_CALLED)
+    )
+    owns = tree.own_at(places)
+    hooked = [{*compress(places, map(dict.get, owns, repeat(holder)))} for holder in _HOOKS]
+    written = [tree.holding(name, places) for name in ("forward", "s1")]
+    return [*tree.own_at(sorted({*chain.from_iterable((*hooked, *written))}))]
+
+
+_NEVER_CALLED: Final = frozenset({nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList})
+"""Of these very classes no module has a forward pass, nor calls its hooks."""
 
 
 def _patched(target: object) -> Iterator[tuple[str, int]]:
@@ -298,7 +302,7 @@ def _of_modules(name: str, tree: ModuleTree) -> Iterator[tuple[str, str]]:
     owns = tree.own
     places = tree.derive(
         "settings",
-        lambda: {key: [at for at, own in enumerate(owns) if key in own] for key in _OF_MODULE},
+        lambda: {key: tree.holding(key) for key in _OF_MODULE},
     )
     for key, holders in places.items():
         values = {value for at in holders if type(value := owns[at].get(key)) in _PLAIN}
@@ -312,7 +316,7 @@ def _in_libraries(pipeline: object, models: Mapping[str, nn.Module]) -> dict[str
     for model in models.values():
         tree = tree_of(model)
         kinds |= set(map(type, tree.modules))
-        kinds |= {type(own["processor"]) for own in tree.own if own.get("processor") is not None}
+        kinds |= {type(processor) for _, processor in tree.having("processor")}
     kinds = {base for kind in kinds for base in kind.__mro__ if _library_of(base) in _LIBRARIES}
     modules = {kind.__module__ for kind in kinds} | _OF_TORCH
     found: dict[str, int] = {}

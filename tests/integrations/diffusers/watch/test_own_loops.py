@@ -523,7 +523,49 @@ def test_what_the_host_computes_between_steps_is_in_no_steps_processor_time(
             for _ in range(calls):
                 model(torch.ones(1, 3, 8, 8), torch.tensor([step]))
             model.spent_ns += 1_000_000_000  # a preview
+            time.sleep(0.001)  # however many processors there are, it takes a while
     assert run.stage("denoising").steps.cpu_seconds == pytest.approx([0.01 * calls] * 4)
+
+
+@torch.no_grad()
+def guided(parts: Any, scheduler: Any, breaks_off_at: int | None = None) -> None:
+    """Two calls a step, each with a timestep of its own; the schedule is set elsewhere."""
+    x, text = torch.ones(1, 4, 8, 8), torch.zeros(1, 4, parts.unet.config.cross_attention_dim)
+    for step, timestep in enumerate(scheduler.timesteps):
+        for call in range(2):
+            if (step, call) == (breaks_off_at, 1):
+                return
+            x = parts.unet(x, timestep.clone(), text).sample
+        x = scheduler.step(x, timestep, x).prev_sample
+
+
+def denoisings_in(run: Any) -> list[Stage]:
+    inside = (stage for generation in run.stages for stage in generation.children)
+    return [stage for stage in inside if stage.name == "denoising"]
+
+
+def test_two_calls_a_step_are_two_calls_of_one_step(parts: Any) -> None:
+    scheduler = DDIMScheduler()
+    with sigmascope.watch() as run:
+        for steps in (5, 3):
+            scheduler.set_timesteps(steps)
+            guided(parts, scheduler)
+    denoisings = denoisings_in(run)
+    assert [len(one.steps) for one in denoisings] == [5, 3]
+    assert [one.facts["denoiser_calls"] for one in denoisings] == [{"unet": 10}, {"unet": 6}]
+
+
+def test_a_loop_that_was_broken_off_between_two_calls_of_a_step_and_begins_anew_is_another(
+    parts: Any,
+) -> None:
+    scheduler = DDIMScheduler()
+    scheduler.set_timesteps(4)
+    with sigmascope.watch() as run:
+        guided(parts, scheduler, breaks_off_at=2)
+        guided(parts, scheduler)
+    denoisings = denoisings_in(run)
+    assert [one.facts["scheduler_steps"] for one in denoisings] == [2, 4]
+    assert sum(one.facts["denoiser_calls"]["unet"] for one in denoisings) == 5 + 8
 
 
 def test_a_named_denoiser_has_one_name_in_the_record() -> None:
