@@ -103,6 +103,10 @@ class ModuleTree:
         """What is in the `__dict__` of the modules at these places."""
         return [*map(self.own.__getitem__, places)]
 
+    def held(self, name: str, places: Sequence[int]) -> list[Any]:
+        """What the modules at these places have under a name in their `__dict__`; None where it is not there."""
+        return [*map(operator.methodcaller("get", name), self.own_at(places))]
+
     def _with_child(self, name: str) -> list[int]:
         """Where modules have a module registered under this name."""
 

@@ -8,7 +8,7 @@ an adapter's file, as download pages give it.
 import sys
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from itertools import chain, repeat
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Any, Final
@@ -186,8 +186,7 @@ def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
     tree = tree_of(module)
     layers: list[int] = tree.derive("layers of adapters", lambda: tree.holding("merged_adapters"))
     bypassed = bypassed_layers(module)
-    owns = tree.own_at(layers)
-    standing = [bypassed, *chain.from_iterable(map(dict.get, owns, repeat(name)) for name in _STANDING)]
+    standing = [bypassed, *chain.from_iterable(tree.held(name, layers) for name in _STANDING)]
     kept: list[Any] = tree.derive("adapters", list)
     tells = all(len(tree.holding(name, layers)) == len(layers) for name in _WHICH_ACT)
     is_same = attempt(lambda: bool(kept) and tells and kept[0] == standing)

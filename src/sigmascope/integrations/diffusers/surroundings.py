@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
@@ -200,8 +200,7 @@ def _marked(tree: ModuleTree) -> list[Mapping[str, Any]]:
     places: list[int] = tree.derive(
         "may be called", lambda: tree.of_class(lambda kind: kind not in _NEVER_CALLED)
     )
-    owns = tree.own_at(places)
-    hooked = [{*compress(places, map(dict.get, owns, repeat(holder)))} for holder in _HOOKS]
+    hooked = [compress(places, tree.held(holder, places)) for holder in _HOOKS]
     written = [tree.holding(name, places) for name in ("forward", "s1")]
     return [*tree.own_at(sorted({*chain.from_iterable((*hooked, *written))}))]
 
