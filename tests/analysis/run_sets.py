@@ -2,7 +2,9 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from sigmascope.records.memory import AcceleratorPeak, PeakMemory
 from sigmascope.records.run import Run, Stage, Steps
@@ -48,3 +50,53 @@ def noisy_steps(
     for _ in range(count):
         speed = rng.gauss(1, noise / 2)
         yield [0.1 * factor * speed * rng.gauss(1, noise) for _ in range(20)]
+
+
+def of_parts(
+    parts: Mapping[str, float | Sequence[float]],
+    *,
+    minute: int = 0,
+    rss: int = 10**9,
+    waited: float | None = None,
+    is_generation: bool = False,
+) -> Run:
+    """A run of stages one after another: seconds of one without steps, or those of its steps.
+
+    Args:
+        parts: By the stage's name.
+        minute: When it began.
+        rss: Its peak of memory.
+        waited: The share of its time that it waited for a processor.
+        is_generation: Whether the stages are those of a generation, which is all of it.
+    """
+    stages: list[Stage] = []
+    total = 0.0
+    for name, seconds in parts.items():
+        column = () if isinstance(seconds, float) else tuple(seconds)
+        took = seconds if isinstance(seconds, float) else sum(column)
+        stages.append(Stage(name, total, took, steps=steps(column), facts=_processor(took, waited)))
+        total += took
+    facts = _processor(total, waited)
+    if is_generation:
+        stages = [Stage("generation", 0.0, total, children=tuple(stages), facts=facts)]
+    peak = PeakMemory(rss_bytes=rss, rss_at_seconds=0.1)
+    stages[0] = replace(stages[0], peak=peak)
+    return Run(
+        f"id {next(_NUMBERS)}",
+        "run",
+        f"2026-01-01T{minute // 60:02d}:{minute % 60:02d}:00+00:00",
+        total,
+        stages=tuple(stages),
+        facts=facts,
+    )
+
+
+def _processor(seconds: float, waited: float | None) -> dict[str, Any]:
+    if waited is None:
+        return {}
+    use = {
+        "own_seconds": seconds * (1 - waited),
+        "waited_seconds": seconds * waited,
+        "throttled_seconds": 0.0,
+    }
+    return {"processor": use}

@@ -59,7 +59,7 @@ def test_the_limits_reach_the_first_sentence(tmp_path: Path) -> None:
         for limit in ((), ("--max_slowdown", "30%"), ("--alpha", "0.00001"))
     ]
     assert headlines[0].startswith("1.0")
-    assert headlines[1] == "Nothing differs beyond noise."
+    assert headlines[1] == "Nothing differs by more than is allowed."
     assert headlines[2].endswith("too few for p < 1e-05; measure 2 more before and 3 more now.")
     compared = ["compare", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")]
     assert "Nothing differs" not in CliRunner().invoke(app, compared).output

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from tests.history.kept_runs import kept_run
 
+from sigmascope.analysis.run_comparison import check_regression
 from sigmascope.history.keeper import keep_all
 from sigmascope.history.own_history import beside_earlier
 from sigmascope.history.store import Store, open_store
-from sigmascope.history.trends import trends
+from sigmascope.history.trends import comparable_before, trends
 from sigmascope.records.run import HostFacts, Run, TensorFacts
 
 Told = Callable[[Run], str | None]
@@ -51,6 +52,20 @@ def test_the_third_run_of_a_change_is_told_once_as_the_trend_tells_it(told: Told
     assert lines[2].startswith("slower for 3 runs than the runs like it before: 1.13 × as long (10.")
     [series] = trends(store)
     assert [change.change.at for change in series.changes] == [20]
+
+
+@pytest.mark.parametrize("seconds", [10.9, 11.9, 12.2, 13.5, 30.0])
+def test_a_line_is_told_where_the_check_against_the_same_runs_fails(
+    told: Told, store: Store, seconds: float
+) -> None:
+    for day in range(1, 13):
+        told(on_day(day, 10.0 + day / 100))
+    run = on_day(20, seconds)
+    line = told(run)
+    before = comparable_before(store, [run])
+    regressed = [one.comparison.name for one in check_regression([run], before, is_history=True).regressed]
+    assert (line is not None) == ("generation" in regressed) == (seconds > 1.2 * 10.12)
+    assert line is None or " × as long (10." in line
 
 
 @pytest.mark.parametrize(

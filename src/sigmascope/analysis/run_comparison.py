@@ -6,6 +6,10 @@ Runs are sorted by the work that they did, since a run of 512×512 says nothing 
 The interval and the test are those of `two_samples`. Whether a difference is noise has one answer, `is_noise`, for the
 first sentence, the table, and the check.
 
+The time of a part of a run, such as a stage or a step, is judged beside that of the whole run (`_as_part`). A machine that
+became slower is in every part, and there are many parts. Where the whole has not changed, a part has only if it did so
+beyond what the whole moved, and beyond what one of so many parts does by chance. Otherwise it is undecided.
+
 Where a run waited for a processor for much of its time, the clock on the wall tells of the other programs: the times are
 called not comparable, and nothing is accused. The processor time of the process is given in their place; it too grows
 beside other programs, where threads spin while they wait for each other.
@@ -20,12 +24,16 @@ sides took turns.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
 from sigmascope.analysis.run_figures import (
+    GENERATION,
     MUCH_WAITED,
+    STEP,
+    TOTAL,
     Figure,
     Unit,
     figures_of,
@@ -40,7 +48,7 @@ from sigmascope.analysis.two_samples import p_of_higher, ratio_interval
 from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records.performance import work_of
 from sigmascope.records.recorded import Recorded, runs_of
-from sigmascope.records.run import Run
+from sigmascope.records.run import Run, is_duration
 from sigmascope.units import counted
 
 CONFIDENCE: Final = 0.95
@@ -65,7 +73,11 @@ _MOST_MORE: Final = 40
 """Runs that one is advised to measure, on each side."""
 _ORDERS_OF_FIVE: Final = math.comb(2 * _FEWEST_TO_TEST, _FEWEST_TO_TEST)
 """The orders in which five values of each side can lie: in one of them all of one side are the highest."""
+_NO_WHOLE: Final = (
+    "the runs have no whole time that can be one, so nothing tells whether the machine was slower"
+)
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
+State = Literal["changed", "as before", "undecided", "not comparable"]
 MAX_SLOWDOWN: Final = 0.05
 """Two sides that run one after the other differ by some 3 % on an idle machine: its clock rates and caches drift."""
 MAX_GROWTH: Final = 0.03
@@ -83,12 +95,14 @@ class Limits:
         seconds: The least change of a time, as a fraction: 0.05 is 5 %.
         bytes: The same for peaks of memory.
         apart: How far the sides lie apart in time, see `share_apart`.
+        looks: Of how many figures this is one, which share alpha (Bonferroni).
     """
 
     alpha: float = ALPHA
     seconds: float = MAX_SLOWDOWN
     bytes: float = 0.01
     apart: float = 1.0
+    looks: int = 1
 
     def of(self, unit: Unit) -> float:
         """The least change of figures of this unit."""
@@ -121,6 +135,8 @@ class FigureComparison:
         own_change: By what share the side that moves more does so by itself, see `own_change_of`; of times.
         undecided: Why chance can neither be excluded nor blamed for a difference above the limit, and what to measure next;
             None: there is no such difference, or it is decided.
+        is_processor_time: Whether the times are processor times, in place of those of the wall, which are not comparable.
+        is_allowed: Whether it differs beyond chance, but by no more than limits allow that are wider than usual.
     """
 
     name: str
@@ -139,6 +155,17 @@ class FigureComparison:
     waited: tuple[float, float] | None = None
     own_change: float = 0.0
     undecided: str | None = None
+    is_processor_time: bool = False
+    is_allowed: bool = False
+
+    @property
+    def state(self) -> State:
+        """What every surface says of the figure."""
+        if not self.is_comparable:
+            return "not comparable"
+        if self.undecided is not None:
+            return "undecided"
+        return "as before" if self.is_noise else "changed"
 
     @property
     def has_changed(self) -> bool:
@@ -153,7 +180,7 @@ class FigureComparison:
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
         waited = None if self.waited is None else list(self.waited)
-        return asdict(self) | {"runs": list(self.runs), "waited": waited}
+        return asdict(self) | {"runs": list(self.runs), "waited": waited, "state": self.state}
 
 
 def is_noise(
@@ -173,6 +200,8 @@ def is_noise(
     or four beside fewer all of one side must lie above all of the other, and a time change by 10 %. One or two must lie
     beyond all of the other side, a time by 20 %. A peak of memory changes by 1 %.
 
+    Figures that share alpha need a p that is smaller by their number, or to differ as much as three or four values must.
+
     Args:
         new: At least one value, in the order in which they were measured.
         baseline: The same.
@@ -188,11 +217,12 @@ def is_noise(
     change = abs(now / before - 1)
     higher, lower = (new, baseline) if now > before else (baseline, new)
     if can_be_tested(len(new), len(baseline)):
-        return (
-            change <= _least_change(new, baseline, unit, limits)
-            or 2 * p_of_higher(higher, lower) >= limits.alpha
-        )
-    if fewest < _FEWEST_TO_SEPARATE:  # one may be late: the nearest of the sides are compared
+        p = 2 * p_of_higher(higher, lower)
+        if change <= _least_change(new, baseline, unit, limits) or p >= limits.alpha:
+            return True
+        if p * limits.looks < limits.alpha:
+            return False
+    elif fewest < _FEWEST_TO_SEPARATE:  # one may be late: the nearest of the sides are compared
         now, before = min(higher), max(lower)
         separate, change = few, now / before - 1 if before > 0 else math.inf
     if unit == "seconds" and abs(now - before) < least_seconds:
@@ -254,34 +284,114 @@ def _between(new: Sequence[Run], baseline: Sequence[Run], limits: Limits) -> Lim
 
 
 def compare_totals(
-    new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits = USUAL
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
 ) -> FigureComparison:
-    """Compare what whole runs took; each side has at least one, each with a valid time."""
-    return _compare_figures(total_of(new), total_of(baseline), 0, _between(new, baseline, limits))
+    """Compare what whole runs took; each side has at least one with a valid time."""
+    return _compare_figures(total_of(new), total_of(baseline), seed, _between(new, baseline, limits))
+
+
+def compare_wholes(
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
+) -> FigureComparison | None:
+    """The same; None where a side has no time that can be one, such as NaN or 0."""
+    if not all(any(is_duration(run.seconds) for run in side) for side in (new, baseline)):
+        return None
+    whole = compare_totals(new, baseline, seed=seed, limits=limits)
+    return whole if whole.ratio else None
 
 
 def compare_run_sets(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
 ) -> tuple[tuple[FigureComparison, ...], dict[str, str]]:
-    """Compare every figure that both sides have.
+    """Compare every figure that both sides have; the times of parts are judged beside those of whole runs.
 
     Returns:
-        The comparisons, in the order of the baseline's figures; and by name the figures that one side lacks, with the
-        reason.
+        The comparisons, in the order of the baseline's figures, with the total wherever no other says what it says; and
+        by name the figures that one side lacks, with the reason.
     """
+    whole = compare_wholes(new, baseline, seed=seed, limits=limits)
     on_device, limits = timed_on_device(new, baseline), _between(new, baseline, limits)
     ours, theirs = figures_of(new, on_device), figures_of(baseline, on_device)
-    compared = tuple(
-        _compare_figures(ours[name], figure, seed, limits) for name, figure in theirs.items() if name in ours
-    )
+    stages = {
+        name.removesuffix(STEP) for name, one in theirs.items() if name in ours and one.unit == "seconds"
+    }
+    shared = replace(limits, looks=max(1, len(stages - {TOTAL})))
+    compared = [
+        _as_part(
+            _compare_figures(ours[name], figure, seed, limits),
+            ours[name].values,
+            figure.values,
+            whole,
+            shared,
+            _least_seconds_of(name),
+        )
+        for name, figure in theirs.items()
+        if name in ours
+    ]
     missing = {name: "not in the new runs" for name in theirs if name not in ours}
     missing |= {name: "not in the baseline" for name in ours if name not in theirs}
-    return compared, missing
+    is_told = any(row.name in (TOTAL, GENERATION) and whole and row.state == whole.state for row in compared)
+    if compared and whole is not None and not is_told:
+        compared.insert(0, whole)
+        missing.pop(TOTAL, None)
+    return tuple(compared), missing
+
+
+def _as_part(
+    part: FigureComparison,
+    new: Sequence[float],
+    baseline: Sequence[float],
+    whole: FigureComparison | None,
+    limits: Limits,
+    least_seconds: float,
+) -> FigureComparison:
+    """The time of a part, judged beside that of the whole around it: it decides nothing that the whole leaves open.
+
+    A machine that became slower is in all parts of a run, and their steps are no more runs than the whole has. So where the
+    whole has not changed, a part must differ beyond noise twice: as it is, and with what the whole moved taken out of its
+    times. And of many parts one is beyond noise by chance, so they share alpha. What fails is undecided. Where the whole is
+    not comparable, neither is a part that seems to have changed. A peak of memory is judged by itself.
+
+    Args:
+        part: Judged by itself.
+        new: Its values now.
+        baseline: Its values before.
+        whole: Judged; None: it has no time that can be one.
+        limits: What the parts share.
+        least_seconds: See `is_noise`.
+    """
+    if part.unit != "seconds" or part.state not in ("changed", "undecided"):
+        return part
+    if whole is None or whole.ratio is None:
+        return replace(part, is_noise=True, undecided=_NO_WHOLE)
+    if not whole.is_comparable:
+        because = {**part.unavailable, "wall": whole.unavailable["wall"]}
+        return replace(part, is_noise=True, undecided=None, unavailable=because)
+    if whole.has_changed or whole.is_allowed or part.undecided is not None:
+        return part
+    without_whole = [value / whole.ratio for value in new]
+    is_one_of_many, moves_along = (
+        is_noise(values, baseline, "seconds", limits=limits, least_seconds=least_seconds)
+        for values in (new, without_whole)
+    )
+    if not (is_one_of_many or moves_along):
+        return part
+    if whole.undecided is not None:
+        why = whole.undecided
+    elif is_one_of_many:
+        why = _why_undecided(part, limits)
+    else:
+        why = f"{whole.name} moved by {whole.ratio - 1:+.1%} as well; let the sides take turns"
+    return replace(part, is_noise=True, undecided=why)
+
+
+def _least_seconds_of(name: str) -> float:
+    """By how much fewer than five of this figure's times must differ; steps are medians of many."""
+    return 0.0 if name.endswith(STEP) else _LEAST_SECONDS_OF_FEW
 
 
 def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -> FigureComparison:
-    is_step = baseline.name.endswith(" step")
-    least_seconds = 0.0 if is_step else _LEAST_SECONDS_OF_FEW
+    least_seconds = _least_seconds_of(baseline.name)
     before, now = (median(side.waited) if side.waited else None for side in (baseline, new))
     waited = None if before is None or now is None else (before, now)
     ours, theirs, unavailable = new.values, baseline.values, {}
@@ -314,8 +424,10 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
         unavailable={**compared.unavailable, **unavailable},
         undecided=None if "wall" in unavailable else compared.undecided,
         is_noise=not is_certain,
+        is_allowed=compared.is_allowed and "wall" not in unavailable,
         is_noise_on_the_wall=not differs,
         waited=waited,
+        is_processor_time=ours is new.own,
     )
 
 
@@ -370,6 +482,7 @@ def compare_values(
         unavailable["interval"] = "some of the baseline's values are 0"
     else:
         interval = ratio_interval(new, baseline, confidence=CONFIDENCE, seed=seed)
+    own_change = _own_change(new, baseline, limits) if unit == "seconds" else 0.0
     compared = FigureComparison(
         name,
         unit,
@@ -383,20 +496,27 @@ def compare_values(
         (len(baseline), len(new)),
         unavailable,
         is_noise(new, baseline, unit, limits=limits, least_seconds=least_seconds),
-        own_change=_own_change(new, baseline, limits) if unit == "seconds" else 0.0,
+        own_change=own_change,
     )
-    is_open = compared.is_noise and ratio is not None and abs(ratio - 1) > limits.of(unit)
-    return replace(compared, undecided=_why_undecided(compared, limits) if is_open else None)
+    if ratio is None or not compared.is_noise:
+        return compared
+    if abs(ratio - 1) > limits.of(unit):
+        return replace(compared, undecided=_why_undecided(compared, limits))
+    p = min(compared.p_slower, p_of_higher(baseline, new))
+    is_known = limits.of(unit) > USUAL.of(unit) and abs(ratio - 1) > own_change and 2 * p < limits.alpha
+    return replace(compared, is_allowed=is_known)
 
 
 def _why_undecided(compared: FigureComparison, limits: Limits) -> str:
     """What keeps a difference above the limit from being told from chance, and what to measure next."""
-    if not _can_prove(*compared.runs, limits.alpha):
-        return _too_few(compared, limits.alpha)
+    alpha = limits.alpha / limits.looks
+    if not _can_prove(*compared.runs, alpha):
+        return _too_few(compared, alpha)
     p = min(compared.p_slower, 1 - compared.p_slower)
-    if 2 * p < limits.alpha:
+    if 2 * p < alpha:
         return f"the runs of one side move by {compared.own_change:.1%} themselves; let the sides take turns"
-    return f"within the noise of the runs (p = {p:.2g}); let as many again take turns"
+    of_parts = f" in one of {limits.looks} parts" if limits.looks > 1 else ""
+    return f"within the noise of the runs (p = {p:.2g}{of_parts}); let as many again take turns"
 
 
 def _can_prove(before: int, now: int, alpha: float) -> bool:
@@ -406,18 +526,28 @@ def _can_prove(before: int, now: int, alpha: float) -> bool:
 
 def _too_few(compared: FigureComparison, alpha: float) -> str:
     before, now = compared.runs
-    text = f"{counted(before, 'run')} before and {now} now are too few for p < {alpha:g}"
-    more = range(_MOST_MORE)
-    enough = [
-        (old + new, old, new) for old in more for new in more if _can_prove(before + old, now + new, alpha)
-    ]
-    if not enough:
+    text = f"{counted(before, 'run')} before and {now} now are too few for p < {alpha:.2g}"
+    enough = _fewest_more(before, now, alpha)
+    if enough is None:
         return f"{text}; measure many more on each side"
-    _, old, new = min(enough, key=lambda counts: (counts[0], abs(counts[1] - counts[2])))
+    old, new = enough
     if old == new:
         return f"{text}; measure {old} more on each side"
     sides = [f"{count} more {side}" for count, side in ((old, "before"), (new, "now")) if count]
     return f"{text}; measure {' and '.join(sides)}"
+
+
+@lru_cache(maxsize=256)
+def _fewest_more(before: int, now: int, alpha: float) -> tuple[int, int] | None:
+    """How many more runs of each side, before and now, can prove a difference; None: more than anybody measures."""
+    more = range(_MOST_MORE)
+    enough = [
+        (old + new, abs(old - new), old, new)
+        for old in more
+        for new in more
+        if _can_prove(before + old, now + new, alpha)
+    ]
+    return min(enough)[2:] if enough else None
 
 
 def compare_pooled_steps(
@@ -426,17 +556,29 @@ def compare_pooled_steps(
     """All steps of each stage but every run's first, as one sample a side.
 
     For too few runs to compare run by run. The intervals then hold for these very runs only: the steps of a run share
-    its circumstances, so another run may lie outside.
+    its circumstances, so another run may lie outside. So many steps decide nothing: the runs do.
     """
+    figures, _ = compare_run_sets(new, baseline, seed=seed, limits=limits)
+    by_runs = {figure.name: figure for figure in figures}
     on_device, limits = timed_on_device(new, baseline), _between(new, baseline, limits)
     ours, theirs = _steps_by_stage(new, on_device), _steps_by_stage(baseline, on_device)
     return tuple(
-        compare_values(
-            f"{name} step", "seconds", ours[name], values, seed=seed, limits=limits, least_seconds=0.0
+        _decided_by(
+            by_runs[name + STEP],
+            compare_values(
+                name + STEP, "seconds", ours[name], values, seed=seed, limits=limits, least_seconds=0.0
+            ),
         )
         for name, values in theirs.items()
-        if name in ours
+        if name in ours and name + STEP in by_runs
     )
+
+
+def _decided_by(runs: FigureComparison, pooled: FigureComparison) -> FigureComparison:
+    """Pooled values with what is said of the same figure by runs."""
+    wall = {} if runs.is_comparable else {"wall": runs.unavailable["wall"]}
+    unavailable = {**pooled.unavailable, **wall}
+    return replace(pooled, is_noise=runs.is_noise, undecided=runs.undecided, unavailable=unavailable)
 
 
 def _steps_by_stage(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[str, list[float]]:
@@ -452,22 +594,23 @@ def _steps_by_stage(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[
 def compare_by_step(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
 ) -> tuple[FigureComparison, ...]:
-    """Each step of each stage by its number, with one value for each run; steps that one side lacks are left out."""
+    """Each step of each stage by its number, with one value for each run; steps that one side lacks are left out.
+
+    Each is judged beside its stage's median step, as that is beside the whole run.
+    """
+    figures, _ = compare_run_sets(new, baseline, seed=seed, limits=limits)
+    around = {figure.name: figure for figure in figures}
+    whole = compare_wholes(new, baseline, seed=seed, limits=limits)
     on_device, limits = timed_on_device(new, baseline), _between(new, baseline, limits)
     ours, theirs = _steps_by_number(new, on_device), _steps_by_number(baseline, on_device)
-    return tuple(
-        compare_values(
-            f"{name} step {number}",
-            "seconds",
-            ours[name, number],
-            values,
-            seed=seed,
-            limits=limits,
-            least_seconds=0.0,
-        )
-        for (name, number), values in theirs.items()
-        if (name, number) in ours
-    )
+    shared = replace(limits, looks=max(1, len(theirs.keys() & ours.keys())))
+    compared = []
+    for (name, number), values in theirs.items():
+        if (name, number) in ours:
+            now, step = ours[name, number], f"{name}{STEP} {number}"
+            part = compare_values(step, "seconds", now, values, seed=seed, limits=limits, least_seconds=0.0)
+            compared.append(_as_part(part, now, values, around.get(name + STEP, whole), shared, 0.0))
+    return tuple(compared)
 
 
 def _steps_by_number(
@@ -492,7 +635,7 @@ class CheckedFigure:
     Attributes:
         comparison: The two samples.
         verdict: "regressed": by more than allowed and not by chance; "higher": not by chance, but by no more than
-            allowed; "undecided": by more than allowed, up or down, but there are too few runs, or too much noise, to tell
+            allowed, which is more than usual; "undecided": by more than allowed, up or down, but there are too few runs, or too much noise, to tell
             it from chance; "lower": by more than noise; "same": none of these.
         why: The verdict in words.
     """
@@ -605,29 +748,32 @@ def require_alpha(alpha: float) -> None:
 
 
 def _judge(comparison: FigureComparison, limits: Limits, *, is_history: bool = False) -> CheckedFigure:
+    """The verdict that follows from what every surface says of the figure: a gate fails by nothing that few runs show."""
     allowed, alpha = limits.of(comparison.unit), limits.alpha
     before, after = comparison.runs
     are_enough = comparison.least_p < alpha or (is_history and before >= FEWEST_OF_HISTORY > after)
-    growth = None if comparison.ratio is None else comparison.ratio - 1
-    if growth is None:
-        verdict: Verdict = "same" if comparison.is_noise else "undecided"  # 0 before and now, or since
-        return CheckedFigure(comparison, verdict, comparison.unavailable["ratio"])
-    if not comparison.is_comparable and (comparison.is_noise or growth <= allowed):
-        why = f"not comparable: {comparison.unavailable['wall']}; processor time {growth:+.1%}"
-        return CheckedFigure(comparison, "undecided", why)
-    if comparison.undecided is not None:
-        return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {comparison.undecided}")
-    if growth > allowed:
-        if are_enough:
-            why = f"{growth:+.1%}, more than the {allowed:.1%} allowed (p = {comparison.p_slower:.2g})"
-            return CheckedFigure(comparison, "regressed", why)
-        why = f"{growth:+.1%}, more than few runs differ by, but {_too_few(comparison, alpha)}"
-        return CheckedFigure(comparison, "undecided", why)
-    if growth > comparison.own_change and 2 * comparison.p_slower < alpha:
-        return CheckedFigure(comparison, "higher", f"{growth:+.1%}, no more than the {allowed:.1%} allowed")
-    if growth < 0 and not comparison.is_noise:
-        return CheckedFigure(comparison, "lower", f"{growth:+.1%}")
-    return CheckedFigure(comparison, "same", f"{growth:+.1%}")
+    growth = math.inf if comparison.ratio is None else comparison.ratio - 1
+    change = comparison.unavailable["ratio"] if comparison.ratio is None else f"{growth:+.1%}"
+    match comparison.state:
+        case "not comparable":
+            clock = "processor time" if comparison.is_processor_time else "by the clock"
+            why = f"not comparable: {comparison.unavailable['wall']}; {clock} {change}"
+            return CheckedFigure(comparison, "undecided", why)
+        case "undecided":
+            return CheckedFigure(comparison, "undecided", f"{change}, but {comparison.undecided}")
+        case "as before":
+            if comparison.is_allowed and growth > 0:
+                return CheckedFigure(
+                    comparison, "higher", f"{change}, no more than the {allowed:.1%} allowed"
+                )
+            return CheckedFigure(comparison, "same", change)
+    if growth < 0:
+        return CheckedFigure(comparison, "lower", change)
+    if are_enough:
+        why = f"{change}, more than the {allowed:.1%} allowed (p = {comparison.p_slower:.2g})"
+        return CheckedFigure(comparison, "regressed", why)
+    why = f"{change}, more than few runs differ by, but {_too_few(comparison, alpha)}"
+    return CheckedFigure(comparison, "undecided", why)
 
 
 def pairs_by_work(

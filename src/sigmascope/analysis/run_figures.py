@@ -24,6 +24,9 @@ _FEWEST_LEFT: Final = 5
 """Fewer on each side cannot give p < 0.01 by Mann and Whitney's test."""
 _SHARE_LEFT: Final = 0.8
 GENERATION: Final = "generation"
+TOTAL: Final = "total"
+STEP: Final = " step"
+"""How the name of the figure of a stage's steps ends."""
 PROCESS_PEAK: Final = "process peak"
 _PERCENTILES: Final = (50, 90, 99)
 _NOISY: Final = 0.05
@@ -120,14 +123,17 @@ def in_order(runs: Iterable[Run]) -> list[Run]:
 
 
 def total_of(runs: Sequence[Run]) -> Figure:
-    """What whole runs took, in the order in which they began; at least one, each with a valid time."""
-    return _figure([_total(run) for run in in_order(runs)])
+    """What whole runs took, in the order in which they began, without times that cannot be.
+
+    At least one has a valid time.
+    """
+    return _figure([_total(run) for run in in_order(runs) if is_duration(run.seconds)])
 
 
 def _total(run: Run) -> _Of:
     has_own = processor_use_of(run.facts) is not None or not run.stages
     facts = [run.facts] if has_own else [stage.facts for stage in run.stages]
-    return _Of("total", "seconds", run.seconds, *_of_processor(run, facts, run.seconds))
+    return _Of(TOTAL, "seconds", run.seconds, *_of_processor(run, facts, run.seconds))
 
 
 def _of_processor(
@@ -295,7 +301,7 @@ def is_timed_on_device(stage: Stage) -> bool:
 
 def step_name(stage: Stage) -> str:
     """What the figure of a stage's steps is called."""
-    return f"{stage.name} step"
+    return stage.name + STEP
 
 
 def known(seconds: Iterable[float | None]) -> list[float]:
@@ -381,7 +387,7 @@ def summarise(runs: Sequence[Run], *, samples: int = 1, warm_up: Sequence[Run] =
         stages={
             name: Latency.of(figure.values)
             for name, figure in figures.items()
-            if figure.unit == "seconds" and name not in ("total", GENERATION) and not name.endswith(" step")
+            if figure.unit == "seconds" and name not in (TOTAL, GENERATION) and not name.endswith(STEP)
         },
         step=Latency.of(steps) if steps else None,
         samples_per_second=samples * len(runs) / sum(seconds),

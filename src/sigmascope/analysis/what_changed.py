@@ -38,11 +38,11 @@ from sigmascope.analysis.run_comparison import (
     FigureComparison,
     Limits,
     compare_run_sets,
-    compare_totals,
+    compare_wholes,
 )
 from sigmascope.analysis.run_figures import BUSY, GENERATION, MUCH_WAITED, total_of
 from sigmascope.records.failures import OK, outcome_of
-from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, is_duration, names_in
+from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, names_in
 
 _PREDICTION_TOLERANCE: Final = 0.2
 """Share by which a ratio may miss the one predicted from the amount of work."""
@@ -92,6 +92,10 @@ _MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
 _NO_TIME: Final = (
     "The times are not compared: a run has none that can be one (NaN, 0 or less, or without end)."
 )
+_TIMES_AS_BEFORE: Final = "Times are as before."
+_TIMES_ALLOWED: Final = "Times differ by no more than is allowed."
+_NOTHING: Final = "Nothing differs beyond noise."
+_NOTHING_NOT_ALLOWED: Final = "Nothing differs by more than is allowed."
 _LOAD: Final = (OTHERS_USED, CLOCK, FAULTS, READ, COLLECTED)
 """Entries that may change times, but no output."""
 _MOST_UNREAD: Final = 4
@@ -146,7 +150,8 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     rows = _rows(new, baseline)
     output = first_difference(new, baseline)
     is_seeded = NOT_SET not in recipe_of_runs([*new, *baseline]).get("seed", NOT_SET)
-    total = _compared_totals(new, baseline, limits)
+    total = compare_wholes(new, baseline, limits=limits)
+    compared, _ = compare_run_sets(new, baseline, limits=limits)
     failed = _failed_generations(new, baseline)
     time = _time_sentence(total, new, baseline, rows, recipe, may_be_failures=failed is not None)
     is_comparable = total is not None and total.is_comparable
@@ -178,19 +183,23 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     rest = (
         []
         if total is None
-        else _other_figures(
-            total, new, baseline, rows, recipe, limits, is_told=time is not None, is_only=is_only
-        )
+        else _other_figures(total, compared, rows, recipe, is_told=time is not None, is_only=is_only)
     )
     if time is None and not rest and (text or changes):
-        rest = ["Times are as before."]
+        rest = [
+            _TIMES_ALLOWED
+            if any(one.is_allowed and one.unit == "seconds" for one in compared)
+            else _TIMES_AS_BEFORE
+        ]
     sentences += rest
     if not any(sentences):
-        sentences = ["Nothing differs beyond noise."]
+        sentences = [_NOTHING_NOT_ALLOWED if any(one.is_allowed for one in compared) else _NOTHING]
     if time is not None and not is_comparable:
         sentences = [failed, *sentences[2:], time]  # what can be told comes first
     elif total is not None and not is_comparable:
         sentences.append(f"A small change of times could not be seen: {total.unavailable['wall']}.")
+    elif time is None:
+        sentences.append(_parts_not_comparable(compared))
     return WhatChanged(
         " ".join(filter(None, [*sentences, broken_off])),
         recipe,
@@ -267,14 +276,6 @@ def _with_seconds(share: TimeShare, seconds: float) -> TimeShare:
     return replace(share, seconds=seconds)
 
 
-def _compared_totals(new: Sequence[Run], baseline: Sequence[Run], limits: Limits) -> FigureComparison | None:
-    """What whole runs took; None where a time cannot be one."""
-    medians = [median(run.seconds for run in side) for side in (new, baseline)]
-    if not all(map(is_duration, medians)) or min(medians) <= 0:
-        return None
-    return compare_totals(new, baseline, limits=limits)
-
-
 def _time_sentence(
     total: FigureComparison | None,
     new: Sequence[Run],
@@ -294,7 +295,7 @@ def _time_sentence(
         return None if is_as_before else _beside_others(total, new, baseline)
     if total.is_noise:
         return None
-    now, before = median(run.seconds for run in new), median(run.seconds for run in baseline)
+    now, before = total.new, total.baseline
     recipe = _without_contrary_clock(recipe, is_slower=now > before)
     how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
     change = f"{how} ({units.seconds(before)} → {units.seconds(now)})"
@@ -333,6 +334,15 @@ def _without_contrary_clock(recipe: Differences, *, is_slower: bool) -> Differen
     )
 
 
+def _parts_not_comparable(compared: Sequence[FigureComparison]) -> str | None:
+    """That a part cannot be compared, where the whole can and is as before."""
+    parts = [figure for figure in compared if not figure.is_comparable]
+    if not parts:
+        return None
+    largest = max(parts, key=_difference_of)
+    return f"A change of {largest.name} could not be seen: {largest.unavailable['wall']}."
+
+
 def _both_waited(compared: FigureComparison) -> bool:
     """Whether both sides waited much for a processor: then a wait is no change."""
     return compared.waited is not None and min(compared.waited) > MUCH_WAITED
@@ -359,11 +369,9 @@ def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Seq
 
 def _other_figures(
     total: FigureComparison,
-    new: Sequence[Run],
-    baseline: Sequence[Run],
+    compared: Sequence[FigureComparison],
     rows: Sequence[tuple[TimeShare, float]],
     recipe: Differences,
-    limits: Limits,
     *,
     is_told: bool,
     is_only: bool,
@@ -372,20 +380,15 @@ def _other_figures(
 
     Args:
         total: Of whole runs.
-        new: The runs now.
-        baseline: The runs before.
+        compared: All figures.
         rows: Parts of the time.
         recipe: What differs.
-        limits: What is noise.
         is_told: Whether the time of the whole run, or why it cannot be compared, is told already.
         is_only: Whether there is nothing else to tell.
     """
-    compared, _ = compare_run_sets(new, baseline, limits=limits)
     parts = [figure for figure in compared if figure.name != total.name]
     told, is_open = [], [total, *parts]
-    # A part is known from as few runs as the whole time: it decides nothing that this leaves open.
-    has_times = not is_told and total.undecided is None
-    for unit in ("seconds", "bytes") if has_times else ("bytes",):
+    for unit in ("bytes",) if is_told else ("seconds", "bytes"):
         changed = [figure for figure in parts if figure.unit == unit and figure.has_changed]
         largest = max(changed, key=_difference_of, default=None)
         # A process's memory creeps: a little of it is told where nothing else is.

@@ -40,6 +40,12 @@ sigmascope compare after --baseline before --by-step
 
 
 _LEAST_CHANGE_SHOWN: Final = 0.0005
+_NO_CHANGE: Final = {
+    "as before": ", within noise",
+    "undecided": ", not to be told from noise",
+    "not comparable": ", not comparable",
+}
+"""What is said of a difference that is no change, by the figure's state."""
 
 
 CHECK_EPILOG = """Examples:
@@ -200,14 +206,11 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
         before, now = comparison.runs
         groups[f"Steps of {before} and {now} runs, pooled"] = comparison.pooled_steps
     for heading, figures in groups.items():
-        shown = [figure for figure in figures if full or figure.has_changed or figure.undecided]
+        shown = [figure for figure in figures if full or figure.state != "as before"]
         if shown:
             console.print(_figures(heading, shown))
-    same = (
-        0
-        if full
-        else sum(not (one.has_changed or one.undecided) for figures in groups.values() for one in figures)
-    )
+    told = [] if full else [figure.state for figures in groups.values() for figure in figures]
+    same = told.count("as before")
     if same:
         console.print(
             Text(
@@ -221,7 +224,7 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
         console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
     _print_left_out(console, comparison.figures)
     if comparison.before_after is not None:
-        console.print(_in_words(comparison.before_after))
+        console.print(_in_words(comparison.before_after, _generation_among(comparison.figures)))
     if any(comparison.folded):
         earlier = "Steps and the median generation leave out the earlier generations that were folded into sums: {:,} before, {:,} now."
         console.print(Text(earlier.format(*comparison.folded), style="dim"))
@@ -260,11 +263,15 @@ def _amount(value: float, unit: str) -> str:
 def _change(figure: "FigureComparison") -> Text:
     """Coloured if it is beyond noise, or may be."""
     if figure.ratio is None:
-        return Text(units.UNKNOWN)
-    text = "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else f"{100 * (figure.ratio - 1):+.1f} %"
-    if figure.undecided:
-        return Text(f"undecided {text}", style=_VERDICT_STYLE["undecided"])
-    return Text(text, style="dim" if not figure.has_changed else "green" if figure.ratio < 1 else "red")
+        text = units.UNKNOWN
+    else:
+        text = (
+            "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else f"{100 * (figure.ratio - 1):+.1f} %"
+        )
+    if figure.state in ("undecided", "not comparable"):
+        return Text(f"{figure.state} {text}", style=_VERDICT_STYLE["undecided"])
+    is_less = figure.ratio is not None and figure.ratio < 1
+    return Text(text, style="dim" if not figure.has_changed else "green" if is_less else "red")
 
 
 def _interval(figure: "FigureComparison") -> str:
@@ -285,7 +292,15 @@ def _print_left_out(console: Console, figures: "Iterable[FigureComparison]") -> 
             )
 
 
-def _in_words(comparison: "BeforeAfterDict") -> Text:
+def _generation_among(figures: "Iterable[FigureComparison]") -> "FigureComparison | None":
+    """The time of the generations, or else of the whole runs."""
+    from sigmascope.analysis.run_figures import GENERATION, TOTAL
+
+    by_name = {figure.name: figure for figure in figures}
+    return by_name.get(GENERATION) or by_name.get(TOTAL)
+
+
+def _in_words(comparison: "BeforeAfterDict", time: "FigureComparison | None") -> Text:
     """Such as "16.00 s → 2.40 s: 85.0 % less, 6.7x as fast; score 31.2 → 100.0; target missed → met"."""
     before, after, improvement = comparison["before"], comparison["after"], comparison["improvement"]
     parts = [f"{units.seconds(before['total_time'])} → {units.seconds(after['total_time'])}"]
@@ -293,6 +308,8 @@ def _in_words(comparison: "BeforeAfterDict") -> Text:
     if percent is not None and factor is not None:
         times = f"{factor:.1f}x as fast" if factor >= 1 else f"{1 / factor:.1f}x as long"
         parts[0] += f": {abs(percent):.1f} % {'less' if percent >= 0 else 'more'}, {times}"
+    if time is not None:
+        parts[0] += _NO_CHANGE.get(time.state, "")
     if not (before.get("target_assumed") and after.get("target_assumed")):
         parts.append(f"score {_score(before)} → {_score(after)}")
         parts.append(f"target {_met(before)} → {_met(after)}")
