@@ -113,6 +113,12 @@ def test_a_target_is_spoken_of_only_where_one_was_given(tmp_path: Path) -> None:
 
     old, new = generated("old.json", 16.0), generated("new.json", 2.4)
     assert told(old, new).startswith("Median generation 16.00 s → 2.40 s: 85.0 % less, 6.7x as fast. 1 run")
+    alike = generated("alike.json", 16.4)
+    assert told(old, alike).startswith(
+        "Median generation 16.00 s → 16.40 s: 2.5 % more, 1.0x as long, within noise. 1"
+    )
+    longer = generated("longer.json", 17.6)
+    assert ": 10.0 % more, 1.1x as long, not to be told from noise. 1" in told(old, longer)
     set_one = generated("set.json", 2.4, target_generation_time=5.0)
     assert "score – → 100.0; target none → met." in told(old, set_one).replace("—", "–").replace("-", "–")
     was_set = generated("was.json", 16.0, target_generation_time=5.0)

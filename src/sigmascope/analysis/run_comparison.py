@@ -400,9 +400,9 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
         is_estimate = new.is_estimate or baseline.is_estimate
         is_much = max(waited) > MUCH_WAITED and (differs or not is_estimate)
         if is_much or (differs and _explained_by_waiting(new, baseline)):
-            unavailable["wall"] = waited_in_words(
-                waited, is_by_others=new.is_by_others or baseline.is_by_others
-            )
+            is_by_others = new.is_by_others or baseline.is_by_others
+            shares = (baseline.others, new.others) if is_by_others else waited
+            unavailable["wall"] = waited_in_words(shares, is_by_others=is_by_others)
             if new.own and baseline.own:
                 ours, theirs = new.own, baseline.own
     elif differs and max(before or 0.0, now or 0.0) > MUCH_WAITED:  # the other side's record does not say
@@ -596,7 +596,7 @@ def compare_by_step(
 ) -> tuple[FigureComparison, ...]:
     """Each step of each stage by its number, with one value for each run; steps that one side lacks are left out.
 
-    Each is judged beside its stage's median step, as that is beside the whole run.
+    Each is judged beside its stage's median step, as that is beside the whole run. It is one step of each run, and may be late.
     """
     figures, _ = compare_run_sets(new, baseline, seed=seed, limits=limits)
     around = {figure.name: figure for figure in figures}
@@ -609,7 +609,8 @@ def compare_by_step(
         if (name, number) in ours:
             now, step = ours[name, number], f"{name}{STEP} {number}"
             part = compare_values(step, "seconds", now, values, seed=seed, limits=limits, least_seconds=0.0)
-            compared.append(_as_part(part, now, values, around.get(name + STEP, whole), shared, 0.0))
+            beside = around.get(name + STEP, whole)
+            compared.append(_as_part(part, now, values, beside, shared, _LEAST_SECONDS_OF_FEW))
     return tuple(compared)
 
 

@@ -54,6 +54,7 @@ class Figure:
         is_estimate: Whether the system does not tell of waiting, and the share of the processors that other programs used
             stands for it.
         is_by_others: Whether `waited` is what other programs used, because together with the run that was everything.
+        others: The median share of the processors that other programs used; None: not recorded.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Figure:
     waited: tuple[float, ...] = ()
     is_estimate: bool = False
     is_by_others: bool = False
+    others: float | None = None
 
 
 class _Of(NamedTuple):
@@ -100,10 +102,17 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
                 values.setdefault((figure.name, figure.unit), []).append(figure)
             elif figure.name in on_device:
                 untimed[figure.name] += 1
-    return {name: _figure(of_runs, untimed[name]) for (name, _), of_runs in values.items()}
+    others = _others_beside(runs)
+    return {name: _figure(of_runs, others, untimed[name]) for (name, _), of_runs in values.items()}
 
 
-def _figure(of_runs: Sequence[_Of], untimed: int = 0) -> Figure:
+def _others_beside(runs: Iterable[Run]) -> float | None:
+    """The median share of the processors that other programs used; short runs do not tell it."""
+    shares = known(others_of(run.facts) for run in runs)
+    return median(shares) if shares else None
+
+
+def _figure(of_runs: Sequence[_Of], others: float | None, untimed: int = 0) -> Figure:
     own, waited = (known(figure.own for figure in of_runs), known(figure.waited for figure in of_runs))
     return Figure(
         of_runs[0].name,
@@ -114,6 +123,7 @@ def _figure(of_runs: Sequence[_Of], untimed: int = 0) -> Figure:
         tuple(waited) if len(waited) == len(of_runs) else (),
         any(figure.is_estimate for figure in of_runs),
         any(figure.is_by_others for figure in of_runs),
+        others,
     )
 
 
@@ -127,7 +137,8 @@ def total_of(runs: Sequence[Run]) -> Figure:
 
     At least one has a valid time.
     """
-    return _figure([_total(run) for run in in_order(runs) if is_duration(run.seconds)])
+    timed = [run for run in in_order(runs) if is_duration(run.seconds)]
+    return _figure([_total(run) for run in timed], _others_beside(timed))
 
 
 def _total(run: Run) -> _Of:

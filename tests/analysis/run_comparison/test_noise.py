@@ -305,6 +305,10 @@ def test_processors_that_are_all_in_use_make_times_not_comparable() -> None:
     assert said.startswith(
         "The times are not comparable: other programs used 33 % of the processor (before: 0 %)."
     )
+    too_short = replace(before, facts={"processor": before.facts["processor"]})
+    assert what_changed([now], [too_short]).headline.startswith(
+        "The times are not comparable: other programs used 33 % of the processor (before: not recorded)."
+    )
     many = replace(host, cpu_count_logical=64)
     on_many = [replace(side, host=many) for side in (before, now)]
     assert what_changed(on_many[1:], on_many[:1]).headline.startswith("2.36 × as long")

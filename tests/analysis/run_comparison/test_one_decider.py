@@ -227,6 +227,17 @@ def test_a_first_step_that_compiles_is_told_where_the_whole_is_undecided() -> No
     assert set(by_step.values()) == {"changed", "as before"}
 
 
+def test_one_step_of_one_run_may_be_late() -> None:
+    """30 ms more in one of twenty steps, which a busy second makes; all of them 30 ms more are no such thing."""
+    old = [of_parts({"denoising": [0.05] * 20})]
+    late = compare_by_step([of_parts({"denoising": [*[0.05] * 9, 0.08, *[0.05] * 10]})], old)
+    assert [step.state for step in late].count("changed") == 0
+    assert {step.name: step.state for step in late}["denoising step 10"] == "undecided"
+    assert {step.state for step in compare_by_step([of_parts({"denoising": [0.08] * 20})], old)} == {
+        "changed"
+    }
+
+
 def test_a_peak_of_memory_is_judged_by_itself() -> None:
     new = side({"denoising": [1.09] * 8}, 3, rss=1500 * 2**20)
     old = side({"denoising": [1.0] * 8}, 3, rss=1000 * 2**20)
