@@ -58,6 +58,7 @@ def of_parts(
     minute: int = 0,
     rss: int = 10**9,
     waited: float | None = None,
+    others: float | None = None,
     is_generation: bool = False,
 ) -> Run:
     """A run of stages one after another: seconds of one without steps, or those of its steps.
@@ -67,6 +68,7 @@ def of_parts(
         minute: When it began.
         rss: Its peak of memory.
         waited: The share of its time that it waited for a processor.
+        others: The share of the processors that other programs used.
         is_generation: Whether the stages are those of a generation, which is all of it.
     """
     stages: list[Stage] = []
@@ -76,7 +78,7 @@ def of_parts(
         took = seconds if isinstance(seconds, float) else sum(column)
         stages.append(Stage(name, total, took, steps=steps(column), facts=_processor(took, waited)))
         total += took
-    facts = _processor(total, waited)
+    facts = _processor(total, waited) | ({} if others is None else {"others_cpu_share": others})
     if is_generation:
         stages = [Stage("generation", 0.0, total, children=tuple(stages), facts=facts)]
     peak = PeakMemory(rss_bytes=rss, rss_at_seconds=0.1)

@@ -609,7 +609,7 @@ def compare_by_step(
         if (name, number) in ours:
             now, step = ours[name, number], f"{name}{STEP} {number}"
             part = compare_values(step, "seconds", now, values, seed=seed, limits=limits, least_seconds=0.0)
-            beside = around.get(name + STEP, whole)
+            beside = around.get(name + STEP, whole) if whole and whole.is_comparable else whole
             compared.append(_as_part(part, now, values, beside, shared, _LEAST_SECONDS_OF_FEW))
     return tuple(compared)
 

@@ -272,6 +272,17 @@ def test_where_the_whole_is_not_comparable_no_part_is_accused() -> None:
     assert contradictions(new, old, USUAL) == []
 
 
+def test_where_the_whole_is_not_comparable_no_single_step_is_accused() -> None:
+    """The steps' median is as before; what one of them shows may be of the other programs."""
+    new = side({"denoising": [3.0, *[1.0] * 7]}, 6, waited=0.5)
+    old = side({"denoising": [1.0] * 8}, 6, waited=0.0)
+    assert compare_by_step(new, old)[0].state == "not comparable"
+    by_wall = side({"loading": 5.0, "denoising": [3.0, *[1.0] * 7]}, 6, others=0.9)
+    assert compare_by_step(by_wall, side({"loading": 1.0, "denoising": [1.0] * 8}, 6, others=0.0))[
+        0
+    ].state == ("not comparable")
+
+
 def test_a_check_calls_processor_time_only_what_is() -> None:
     """Without the processor time of a record what is compared is the clock on the wall."""
 
