@@ -79,6 +79,8 @@ _CALL, _NODES, _MODELS, _LORAS_GROUP, _SCHEDULER = "Call", "Nodes", "Models", "L
 _SURROUNDINGS, _VERSIONS, _MACHINE = "Surroundings", "Versions", "Machine"
 GROUPS: Final = (_CALL, _NODES, _MODELS, _LORAS_GROUP, _SCHEDULER, _SURROUNDINGS, _VERSIONS, _MACHINE)
 """Of a recipe's entries, in the order in which they are shown."""
+SET_UP: Final = (_MODELS, _LORAS_GROUP, _SURROUNDINGS, _VERSIONS, _MACHINE)
+"""Of what does not change with what is asked for."""
 _SET_ON_SAMPLERS: Final = ("seed", "num_inference_steps", "guidance_scale")
 """What a call has of the settings of ComfyUI's first sampler."""
 _Entry = tuple[str, str, object]

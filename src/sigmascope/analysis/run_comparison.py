@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
+from sigmascope.analysis.machine_speed import OwnWork, own_work_of
 from sigmascope.analysis.run_figures import (
     GENERATION,
     MUCH_WAITED,
@@ -286,8 +287,45 @@ def _between(new: Sequence[Run], baseline: Sequence[Run], limits: Limits) -> Lim
 def compare_totals(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0, limits: Limits = USUAL
 ) -> FigureComparison:
-    """Compare what whole runs took; each side has at least one with a valid time."""
-    return _compare_figures(total_of(new), total_of(baseline), seed, _between(new, baseline, limits))
+    """Compare what whole runs took; each side has at least one with a valid time.
+
+    They are not comparable either where the machine itself became slower, or faster, by what they changed: see
+    `machine_speed`.
+    """
+    ours, theirs, limits = total_of(new), total_of(baseline), _between(new, baseline, limits)
+    compared = _compare_figures(ours, theirs, seed, limits)
+    why = _by_machine(compared, ours.values, theirs.values, own_work_of(new, baseline), limits)
+    if why is None:
+        return compared
+    because = {**compared.unavailable, "wall": why}
+    return replace(compared, is_noise=True, undecided=None, is_allowed=False, unavailable=because)
+
+
+def _by_machine(
+    compared: FigureComparison,
+    new: Sequence[float],
+    baseline: Sequence[float],
+    work: OwnWork | None,
+    limits: Limits,
+) -> str | None:
+    """How much slower or faster the machine was, in words, if that explains a difference; None: it does not, or is not known."""
+    if work is None or compared.ratio is None or compared.state not in ("changed", "undecided"):
+        return None
+    if is_noise(work.now, work.before, "seconds", limits=limits, least_seconds=0.0):
+        return None
+    now, before = median(work.now), median(work.before)
+    speed = now / before
+    if (speed > 1) != (compared.ratio > 1):
+        return None
+    is_less_than_machine = abs(math.log(compared.ratio)) <= abs(math.log(speed))
+    at_same_speed = [value / speed for value in new]
+    if not is_less_than_machine and not is_noise(at_same_speed, baseline, "seconds", limits=limits):
+        return None
+    what = "slower" if speed > 1 else "faster"
+    return (
+        f"the machine itself was {what}, since the same work of the watch took {1e3 * now:.1f} ms of processor time "
+        f"({1e3 * before:.1f} ms before, {speed - 1:+.0%})"
+    )
 
 
 def compare_wholes(

@@ -7,6 +7,7 @@ as facts. `OwnTime` adds up the time that the watch itself takes outside of stag
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from time import thread_time_ns
 from typing import Final
 
 from sigmascope.monitor.recorder import Recorder
@@ -21,7 +22,7 @@ from sigmascope.records.performance import (
     PAGE_FAULTS,
     PROCESSOR,
 )
-from sigmascope.records.run import OWN_SECONDS
+from sigmascope.records.run import OWN_CPU_SECONDS, OWN_SECONDS
 
 _LEAST_SECONDS_TO_JUDGE_LOAD: Final = 0.2
 """The system counts processor time in hundredths of a second."""
@@ -60,6 +61,7 @@ class OwnTime:
         self._clock = clock
         self._before_stages_ns = 0
         self._since_stages_ns = 0
+        self._cpu_ns = 0
 
     @contextmanager
     def taken(self, *, has_stages: bool) -> Iterator[None]:
@@ -68,16 +70,18 @@ class OwnTime:
         Args:
             has_stages: Whether a stage has been opened already.
         """
-        began_ns = self._clock()
+        began_ns, began_cpu_ns = self._clock(), thread_time_ns()
         try:
             yield
         finally:
             took_ns = self._clock() - began_ns
+            self._cpu_ns += thread_time_ns() - began_cpu_ns
             if has_stages:
                 self._since_stages_ns += took_ns
             else:
                 self._before_stages_ns += took_ns
 
     def note(self, recorder: Recorder) -> None:
-        """Put both on the run."""
+        """Put both on the run, and the processor time of both together."""
         recorder.fact(OWN_SECONDS, [self._before_stages_ns / 1e9, self._since_stages_ns / 1e9])
+        recorder.fact(OWN_CPU_SECONDS, self._cpu_ns / 1e9)

@@ -83,6 +83,7 @@ def test_what_the_watch_itself_takes_is_no_part_of_the_script(pipe: Any) -> None
     before, later = run.facts["watch_seconds"]
     assert before > 0
     assert later > 0
+    assert 0 < run.facts["watch_cpu_seconds"] <= before + later
     rows = {row.label: row.seconds for row in time_breakdown(run)}
     assert rows["the watch itself"] == pytest.approx(before + later)
     assert rows["after the last stage"] >= SLEEP
