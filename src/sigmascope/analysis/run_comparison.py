@@ -8,7 +8,7 @@ first sentence, the table, and the check.
 
 The time of a part of a run, such as a stage or a step, is judged beside that of the whole run (`_as_part`). A machine that
 became slower is in every part, and there are many parts. Where the whole has not changed, a part has only if it did so
-beyond what the whole moved, and beyond what one of so many parts does by chance. Otherwise it is undecided.
+beyond what the run around it moved, and beyond what one of so many parts does by chance. Otherwise it is undecided.
 
 Where a run waited for a processor for much of its time, the clock on the wall tells of the other programs: the times are
 called not comparable, and nothing is accused. The processor time of the process is given in their place; it too grows
@@ -70,6 +70,8 @@ _TIMES_ITS_SCATTER: Final = 2.5
 pairs, of ten in 99."""
 _TIMES_ITS_TREND: Final = 0.9
 """Of the way that the trend of a side goes in as many values again: that is where the medians of the other side would be."""
+_TIMES_ITS_OWN: Final = 1.5
+"""Of what a side moves by itself: of seven parts of five runs a side, one is that far apart by chance in 1 of 100 pairs."""
 _MOST_MORE: Final = 40
 """Runs that one is advised to measure, on each side."""
 _ORDERS_OF_FIVE: Final = math.comb(2 * _FEWEST_TO_TEST, _FEWEST_TO_TEST)
@@ -201,7 +203,8 @@ def is_noise(
     or four beside fewer all of one side must lie above all of the other, and a time change by 10 %. One or two must lie
     beyond all of the other side, a time by 20 %. A peak of memory changes by 1 %.
 
-    Figures that share alpha need a p that is smaller by their number, or to differ as much as three or four values must.
+    Figures that share alpha need a p that is smaller by their number. Or all of one side must lie above all of the other, and
+    the change be half as much again as either side moves by itself.
 
     Args:
         new: At least one value, in the order in which they were measured.
@@ -223,7 +226,9 @@ def is_noise(
             return True
         if p * limits.looks < limits.alpha:
             return False
-    elif fewest < _FEWEST_TO_SEPARATE:  # one may be late: the nearest of the sides are compared
+        least = _TIMES_ITS_OWN * _own_change(new, baseline, limits)
+        return change <= least or not min(higher) > max(lower)
+    if fewest < _FEWEST_TO_SEPARATE:  # one may be late: the nearest of the sides are compared
         now, before = min(higher), max(lower)
         separate, change = few, now / before - 1 if before > 0 else math.inf
     if unit == "seconds" and abs(now - before) < least_seconds:
@@ -354,17 +359,21 @@ def compare_run_sets(
         name.removesuffix(STEP) for name, one in theirs.items() if name in ours and one.unit == "seconds"
     }
     shared = replace(limits, looks=max(1, len(stages - {TOTAL})))
+    alone = [
+        _compare_figures(ours[name], figure, seed, limits) for name, figure in theirs.items() if name in ours
+    ]
+    times = {one.name: one for one in alone if one.unit == "seconds"}
     compared = [
         _as_part(
-            _compare_figures(ours[name], figure, seed, limits),
-            ours[name].values,
-            figure.values,
+            one,
+            ours[one.name].values,
+            theirs[one.name].values,
             whole,
             shared,
-            _least_seconds_of(name),
+            _least_seconds_of(one.name),
+            _moved_around(times.get(one.name.removesuffix(STEP)), whole),
         )
-        for name, figure in theirs.items()
-        if name in ours
+        for one in alone
     ]
     missing = {name: "not in the new runs" for name in theirs if name not in ours}
     missing |= {name: "not in the baseline" for name in ours if name not in theirs}
@@ -375,6 +384,14 @@ def compare_run_sets(
     return tuple(compared), missing
 
 
+def _moved_around(part: FigureComparison | None, whole: FigureComparison | None) -> float | None:
+    """The ratio of the time around a part, where that is most of the run, as a measure of the machine; else of the whole."""
+    if part is None or whole is None or not (part.is_comparable and whole.is_comparable):
+        return None if whole is None else whole.ratio
+    before, now = whole.baseline - part.baseline, whole.new - part.new
+    return now / before if min(before, now) > 0 and before > part.baseline else whole.ratio
+
+
 def _as_part(
     part: FigureComparison,
     new: Sequence[float],
@@ -382,12 +399,13 @@ def _as_part(
     whole: FigureComparison | None,
     limits: Limits,
     least_seconds: float,
+    moved: float | None,
 ) -> FigureComparison:
     """The time of a part, judged beside that of the whole around it: it decides nothing that the whole leaves open.
 
     A machine that became slower is in all parts of a run, and their steps are no more runs than the whole has. So where the
-    whole has not changed, a part must differ beyond noise twice: as it is, and with what the whole moved taken out of its
-    times. And of many parts one is beyond noise by chance, so they share alpha. What fails is undecided. Where the whole is
+    whole has not changed, a part must differ beyond noise twice: as it is, and with what the run around it moved taken out of
+    its times. And of many parts one is beyond noise by chance, so they share alpha. What fails is undecided. Where the whole is
     not comparable, neither is a part that seems to have changed. A peak of memory is judged by itself.
 
     Args:
@@ -397,17 +415,18 @@ def _as_part(
         whole: Judged; None: it has no time that can be one.
         limits: What the parts share.
         least_seconds: See `is_noise`.
+        moved: The ratio of the time around the part, see `_moved_around`.
     """
     if part.unit != "seconds" or part.state not in ("changed", "undecided"):
         return part
-    if whole is None or whole.ratio is None:
+    if whole is None or not moved:
         return replace(part, is_noise=True, undecided=_NO_WHOLE)
     if not whole.is_comparable:
         because = {**part.unavailable, "wall": whole.unavailable["wall"]}
         return replace(part, is_noise=True, undecided=None, unavailable=because)
     if whole.has_changed or whole.is_allowed or part.undecided is not None:
         return part
-    without_whole = [value / whole.ratio for value in new]
+    without_whole = [value / moved for value in new]
     is_one_of_many, moves_along = (
         is_noise(values, baseline, "seconds", limits=limits, least_seconds=least_seconds)
         for values in (new, without_whole)
@@ -419,7 +438,7 @@ def _as_part(
     elif is_one_of_many:
         why = _why_undecided(part, limits)
     else:
-        why = f"{whole.name} moved by {whole.ratio - 1:+.1%} as well; let the sides take turns"
+        why = f"the run around it moved by {moved - 1:+.1%}, too; let the sides take turns"
     return replace(part, is_noise=True, undecided=why)
 
 
@@ -648,7 +667,8 @@ def compare_by_step(
             now, step = ours[name, number], f"{name}{STEP} {number}"
             part = compare_values(step, "seconds", now, values, seed=seed, limits=limits, least_seconds=0.0)
             beside = around.get(name + STEP, whole) if whole and whole.is_comparable else whole
-            compared.append(_as_part(part, now, values, beside, shared, _LEAST_SECONDS_OF_FEW))
+            moved = None if beside is None else beside.ratio
+            compared.append(_as_part(part, now, values, beside, shared, _LEAST_SECONDS_OF_FEW, moved))
     return tuple(compared)
 
 
