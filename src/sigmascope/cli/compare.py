@@ -222,7 +222,7 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
         console.print(_figures("Step by step", comparison.steps))
     for name, reason in comparison.missing.items():
         console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
-    _print_left_out(console, comparison.figures)
+    _print_notes(console, comparison.figures)
     if comparison.before_after is not None:
         console.print(_in_words(comparison.before_after, _generation_among(comparison.figures)))
     if any(comparison.folded):
@@ -283,8 +283,12 @@ def _interval(figure: "FigureComparison") -> str:
     )
 
 
-def _print_left_out(console: Console, figures: "Iterable[FigureComparison]") -> None:
-    """Say which figures leave out some runs, and why."""
+def _print_notes(console: Console, figures: "Iterable[FigureComparison]") -> None:
+    """Say which figures leave out some runs, and why; and which are processor times, that stand in the same columns."""
+    figures = list(figures)
+    own = ", ".join(figure.name for figure in figures if figure.is_processor_time)
+    if own:
+        console.print(Text.assemble(plain(own), ": processor time, in place of the clock's", style="dim"))
     for figure in figures:
         if "runs" in figure.unavailable:
             console.print(
@@ -510,7 +514,7 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
     console.print(made)
     for name, reason in check.missing.items():
         console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
-    _print_left_out(console, [figure.comparison for figure in check.figures])
+    _print_notes(console, [figure.comparison for figure in check.figures])
     for figure in check.figures:
         if figure.verdict in ("regressed", "undecided"):
             style = _VERDICT_STYLE[figure.verdict]

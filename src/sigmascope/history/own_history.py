@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from sigmascope.analysis.recipe import NOT_SET, recipe_of_runs
-from sigmascope.analysis.run_comparison import compare_totals, is_noise
+from sigmascope.analysis.run_comparison import compare_wholes, is_noise
 from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.analysis.trend import changed_with_last
 from sigmascope.analysis.what_changed import first_difference, what_changed
@@ -91,8 +91,8 @@ def _told(how: str, new: Sequence[Run], last: Sequence[Run]) -> str | None:
     """What is told, with what changed; None where other programs or waiting explain it."""
     if len(last) < _FEWEST:
         return None
-    total = compare_totals(new, last)
-    if total.is_noise or not total.is_comparable:
+    whole = compare_wholes(new, last)
+    if whole is None or whole.state != "changed":
         return None
     return f"{how}: {what_changed(new, last).headline}"
 

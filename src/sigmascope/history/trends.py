@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from sigmascope.analysis.memory import held_less_before
 from sigmascope.analysis.recipe import recipe_differences
-from sigmascope.analysis.run_comparison import MAX_GROWTH, USUAL, Limits, compare_totals
+from sigmascope.analysis.run_comparison import MAX_GROWTH, USUAL, Limits, compare_wholes
 from sigmascope.analysis.run_figures import PROCESS_PEAK, Unit, figures_of, timed_on_device
 from sigmascope.analysis.trend import MOST_BEFORE, Series, SeriesRun, ToldChange, is_value, trend_of
 from sigmascope.analysis.what_changed import causes_in_words
@@ -35,6 +35,7 @@ MOST_BESIDE: Final = 10
 """Records on each side of a change point that are compared."""
 _PROCESS: Final = Limits(bytes=MAX_GROWTH)
 """Allocators of processes keep 1 % more or less."""
+_NO_WHOLE: Final = "the runs of one side have no time that can be one"
 _WRONG_CLOCK: Final = timedelta(hours=1)
 _IMPORTED: Final = "import"
 
@@ -189,7 +190,8 @@ def _drifts(store: Store, series: Series) -> bool:
     """Whether the first and last runs since the last change point are comparable."""
     since = series.runs[series.changes[-1].change.at if series.changes else 0 :]
     before, now = (list(_records(store, side)) for side in (since[:MOST_BESIDE], since[-MOST_BESIDE:]))
-    return bool(before and now) and compare_totals(now, before).is_comparable
+    whole = compare_wholes(now, before) if before and now else None
+    return whole is not None and whole.is_comparable
 
 
 def _told(store: Store, series: Series, told: ToldChange) -> ToldChange:
@@ -210,7 +212,8 @@ def _not_comparable(
 ) -> str | None:
     """Why the figure says nothing of the runs: others waited for, or memory that the process lost; None: it does."""
     if series.unit == "seconds":
-        return compare_totals(now, before).unavailable.get("wall")
+        whole = compare_wholes(now, before)
+        return _NO_WHOLE if whole is None else whole.unavailable.get("wall")
     is_of_process = _is_of_process(series.figure, series.kind["device"])
     return held_less_before(now, before) if is_of_process and not causes else None
 
