@@ -13,13 +13,17 @@ messages, and check them a second time after the call.
 
 A function inside a function is defined anew in each call, and each time jaxtyping writes and compiles two more for its
 checks: a watch with hundreds of generations would do nothing else. The first few of each are checked, the others not.
+
+beartype takes a third of the time of many tests to do the same. All of these are checked, as one check is written for all
+functions that one `def` makes.
 """
 
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
-from functools import wraps
+from copy import copy
+from dataclasses import dataclass, is_dataclass
+from functools import update_wrapper, wraps
 from inspect import iscoroutinefunction
 from pathlib import Path
 from types import CodeType, FunctionType, NoneType, UnionType
@@ -28,11 +32,15 @@ from typing import Any, Final, ForwardRef, get_args
 import jaxtyping
 from beartype import BeartypeConf, beartype
 from beartype.claw import beartype_package
+from beartype.claw._ast import _clawaststar
 from jaxtyping import AbstractArray, install_import_hook
 
 PACKAGE: Final = "sigmascope"
 MOST_CHECKED: Final = 4
 """Of the functions that one `def` makes."""
+_FUNCTION: Final = "__beartype_func"
+_CALLED: Final = "__beartype_call_curr"
+"""Names that beartype's checks have for what they are around, and for what their messages say of it."""
 _SIGNS: Final = ("from jaxtyping import", "if TYPE_CHECKING:", "wraps(", "async def")
 """Of modules that need jaxtyping around some functions, or before another's decorator."""
 
@@ -42,6 +50,7 @@ def check_annotations() -> None:
     beartype_package(PACKAGE, conf=BeartypeConf(claw_is_pep526=False))
     install_import_hook(modules_for_jaxtyping(), "beartype.beartype")
     jaxtyping.jaxtyped = only_the_first_of_each(_where_needed(jaxtyping.jaxtyped))  # type: ignore[assignment]
+    _clawaststar.__beartype__ = one_check_for_all(beartype)  # type: ignore[assignment]  # what modules import
 
 
 def modules_for_jaxtyping() -> list[str]:
@@ -74,6 +83,73 @@ def only_the_first_of_each(jaxtyped: Any) -> Callable[..., Callable[[Any], Any]]
         return checked
 
     return of_typechecker
+
+
+def one_check_for_all(beartype: Any) -> Callable[..., Callable[[Any], Any]]:
+    """The decorator that beartype writes above each function, which writes one check for all functions of an inner `def`."""
+    known: dict[CodeType, _Check] = {}
+
+    def configured(*, conf: BeartypeConf) -> Callable[[Any], Any]:
+        decorate = beartype(conf=conf)
+
+        def checked(part: Any) -> Any:
+            if not (isinstance(part, FunctionType) and "<locals>" in part.__qualname__):
+                return decorate(part)
+            check = known.get(part.__code__)
+            if check is not None and check.fits(part):
+                return check.around(part)
+            made = decorate(part)
+            if (check := _Check.of(made, part)) is not None:
+                known[part.__code__] = check
+            return made
+
+        return checked
+
+    return configured
+
+
+@dataclass(frozen=True)
+class _Check:
+    """What beartype wrote around a function, without the function: it would be kept alive with all that it holds.
+
+    Attributes:
+        annotations: Of the function. One whose annotations differ gets a check of its own.
+        called: What beartype keeps of the function for its messages, but for the function.
+        defaults: The other values that the check names.
+    """
+
+    code: CodeType
+    globals: dict[str, Any]
+    annotations: dict[str, Any]
+    called: Any
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, made: Any, part: FunctionType) -> "_Check | None":
+        """The check of a function; None if it cannot be put around another."""
+        defaults = dict(getattr(made, "__kwdefaults__", None) or {})
+        called = copy(defaults.pop(_CALLED, None))
+        if (
+            defaults.pop(_FUNCTION, None) is not part
+            or made.__closure__
+            or part.__defaults__
+            or part.__kwdefaults__
+        ):
+            return None
+        if called is None or any(isinstance(one, str) for one in part.__annotations__.values()):
+            return None
+        called.decoratee = None
+        return cls(made.__code__, made.__globals__, dict(part.__annotations__), called, defaults)
+
+    def fits(self, part: FunctionType) -> bool:
+        return part.__annotations__ == self.annotations
+
+    def around(self, part: FunctionType) -> FunctionType:
+        called = copy(self.called)
+        called.decoratee = part
+        made = FunctionType(self.code, self.globals, part.__name__)
+        made.__kwdefaults__ = {**self.defaults, _CALLED: called, _FUNCTION: part}
+        return update_wrapper(made, part)  # type: ignore[return-value]
 
 
 def _where_needed(jaxtyped: Any) -> Any:

@@ -1,20 +1,29 @@
 """What the tests check by themselves: that the package is called as its annotations say."""
 
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jaxtyping
 import pytest
 import torch
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float, TypeCheckError
-from tests.runtime_types import MOST_CHECKED, modules_for_jaxtyping, only_the_first_of_each
+from tests.runtime_types import (
+    MOST_CHECKED,
+    modules_for_jaxtyping,
+    one_check_for_all,
+    only_the_first_of_each,
+)
 from torch import Tensor
 
 from sigmascope.analysis.generations import projected_seconds
 from sigmascope.lora.decompose import exact_right_subspace
 from sigmascope.lora.linalg import max_rank
+from sigmascope.monitor import hooks
 from sigmascope.monitor.hooks import HookSet
 
 
@@ -101,3 +110,73 @@ def test_of_the_functions_that_one_def_makes_the_first_are_checked() -> None:
 
     made = [make() for _ in range(MOST_CHECKED + 2)]
     assert [one == "checked" for one in made] == [True] * MOST_CHECKED + [False] * 2
+
+
+def inner_functions() -> tuple[Callable[[object], Callable[[Any], object]], list[object]]:
+    """What makes a function of an inner `def`, with what beartype was asked to write."""
+    written: list[object] = []
+
+    def counting(*, conf: BeartypeConf) -> Callable[[Any], Any]:
+        def decorate(part: Any) -> Any:
+            written.append(part.__code__)
+            return beartype(conf=conf)(part)
+
+        return decorate
+
+    decorated = one_check_for_all(counting)(conf=BeartypeConf())
+
+    def make(held: object) -> Callable[[Any], object]:
+        def inner(number: int) -> object:
+            return number, held
+
+        made: Callable[[Any], object] = decorated(inner)
+        return made
+
+    return make, written
+
+
+def test_all_functions_of_an_inner_def_are_checked_by_one_check_and_are_themselves() -> None:
+    make, written = inner_functions()
+    made = [make(number) for number in range(5)]
+    assert len(written) == 1
+    assert [one(7) for one in made] == [(7, number) for number in range(5)]
+    for one in made:
+        with pytest.raises(BeartypeCallHintViolation, match=r"inner\(\) parameter number='7' violates"):
+            one("7")
+    assert {one.__qualname__ for one in made} == {"inner_functions.<locals>.make.<locals>.inner"}
+
+
+def test_the_check_keeps_nothing_alive_that_a_function_held() -> None:
+    make, _ = inner_functions()
+
+    class Held: ...
+
+    held = Held()
+    gone = weakref.ref(held)
+    make(held)
+    del held
+    gc.collect()
+    assert gone() is None
+
+
+def test_annotations_and_defaults_of_its_own_give_a_function_a_check_of_its_own() -> None:
+    decorated = one_check_for_all(beartype)(conf=BeartypeConf())
+
+    def make(kind: type, default: Any = None) -> tuple[Any, Any]:
+        def inner(value: kind) -> object:  # type: ignore[valid-type]
+            return value
+
+        def other(value: object = default) -> object:
+            return value
+
+        return decorated(inner), decorated(other)
+
+    (of_int, one), (of_text, two) = make(int, 1), make(str, 2)
+    assert (of_int(1), of_text("1"), one(), two()) == (1, "1", 1, 2)
+    for checked, wrong in ((of_int, "1"), (of_text, 1)):
+        with pytest.raises(BeartypeCallHintViolation):
+            checked(wrong)
+
+
+def test_modules_of_the_package_take_this_decorator() -> None:
+    assert vars(hooks)["__beartype__"].__qualname__ == "one_check_for_all.<locals>.configured"
