@@ -21,10 +21,13 @@ from tests.order import pytest_collection_modifyitems
 from tests.pretend_device import Kind, PretendedDevice, build_guard, pretend_device, why_none
 from tests.require_gpu import pytest_make_collect_report, pytest_runtest_makereport, pytest_sessionstart
 from tests.runtime_types import check_annotations
+from tests.slow_files import pytest_ignore_collect, pytest_itemcollected
 from torch import Tensor
 
 __all__ = [  # hooks
     "pytest_collection_modifyitems",
+    "pytest_ignore_collect",
+    "pytest_itemcollected",
     "pytest_make_collect_report",
     "pytest_runtest_makereport",
     "pytest_sessionstart",
