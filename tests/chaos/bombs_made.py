@@ -640,9 +640,11 @@ class Outcome:
         seconds: Of the processor, from the call to its end; what other processes take does not count.
         peak_bytes: Memory that the process held at most beyond what it held before.
         error: The type of what was raised; None where the file was read; a signal's number where the process died.
-        message: Of the error.
+        message: Of the error, its first 400 characters.
+        characters: Of the whole message.
         ours: Whether the error is one that Sigmascope raises on purpose.
         warned: What was warned of.
+        left: Files of a result that was not finished.
     """
 
     kind: str
@@ -650,8 +652,10 @@ class Outcome:
     peak_bytes: int
     error: str | None = None
     message: str = ""
+    characters: int = 0
     ours: bool = False
     warned: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 def measured(folder: Path, kinds: Iterable[str] = ()) -> dict[str, Outcome]:
@@ -664,7 +668,8 @@ def measured(folder: Path, kinds: Iterable[str] = ()) -> dict[str, Outcome]:
     command = [sys.executable, "-m", "tests.chaos.bombs_made", str(folder), *kinds]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
-    return {line["kind"]: Outcome(**line | {"warned": tuple(line["warned"])}) for line in lines}
+    told = ({**line, "warned": tuple(line["warned"]), "left": tuple(line["left"])} for line in lines)
+    return {line["kind"]: Outcome(**line) for line in told}
 
 
 def main(folder: Path, kinds: Sequence[str]) -> None:
@@ -728,14 +733,17 @@ def _opened(bomb: Bomb, path: Path) -> Outcome:
         seconds = time.process_time() - began
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     peak = max(0, _kilobytes("VmHWM") - held) << 10
+    message = "" if error is None else str(error)
     return Outcome(
         bomb.kind,
         seconds,
         peak,
         None if error is None else type(error).__name__,
-        "" if error is None else str(error)[:400],
+        message[:400],
+        len(message),
         isinstance(error, SigmascopeError),
         tuple(str(each.message)[:200] for each in warned),
+        () if error is None else tuple(str(file) for file in path.parent.rglob("out*")),
     )
 
 

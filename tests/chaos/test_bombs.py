@@ -11,8 +11,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and limits on memory"),
 ]
 
-MOST_SECONDS = 10
+MOST_SECONDS = 2  # of the process's own
 MOST_BYTES = 320 << 20
+MOST_CHARACTERS = 10_000
 LAYER = "down_blocks.0.attentions.0.proj_in"
 READ = {  # nothing that they declare has to be there: norms come from factors, other figures from headers
     *(
@@ -69,4 +70,5 @@ def test_every_bomb_is_refused_soon_and_with_little_memory(tmp_path: Path) -> No
 def _is_harmless(outcome: Outcome) -> bool:
     is_told = outcome.ours or (outcome.error is None and outcome.kind in READ)
     is_cheap = outcome.seconds < MOST_SECONDS and outcome.peak_bytes < MOST_BYTES
-    return is_told and is_cheap and outcome.warned == () and SAYS.get(outcome.kind, "") in outcome.message
+    is_clean = outcome.warned == outcome.left == () and outcome.characters < MOST_CHARACTERS
+    return is_told and is_cheap and is_clean and SAYS.get(outcome.kind, "") in outcome.message
