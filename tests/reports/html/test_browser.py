@@ -23,6 +23,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here (Debian: apt install chromium)"),
 ]
+SOME = 10
+OPEN_ALL = """() => {
+  for (const shut of document.querySelectorAll("details:not([open]) > summary")) shut.click();
+}"""
+HANDLERS = """() => [...document.querySelectorAll("*")].flatMap((element) =>
+  [...element.attributes].filter((one) => one.name.startsWith("on")).map((one) => `${one.name}=${one.value}`)
+)"""
 ATTACKED = "window.attacked = () => { window.wasAttacked = true; };"
 """What a payload calls if it runs."""
 
@@ -84,8 +91,12 @@ def test_no_payload_runs_and_the_console_is_silent(show: Callable[..., Any], tmp
     path = tmp_path / "report.html"
     write_html([run_that_holds(payload) for payload in PAYLOADS], path, prompts="full")
     page = show(path)
-    for shut in page.query_selector_all("details:not([open]) > summary"):
+    for shut in page.query_selector_all("details:not([open]) > summary")[:SOME]:
         shut.click()
+    page.evaluate(OPEN_ALL)  # a hand takes half a minute for all
+    assert page.locator("details").count() > 3 * len(PAYLOADS)
+    assert page.locator("details:not([open])").count() == 0
+    assert page.evaluate(HANDLERS) == []  # whatever a mouse would do
     assert page.evaluate("window.wasAttacked") is None
     assert page.said == []
     assert "Made by Sigmascope" in page.inner_text("body")
@@ -98,6 +109,11 @@ def test_a_payload_that_were_not_escaped_would_be_seen(
     page = show(with_script(report, payload))
     page.wait_for_function("window.wasAttacked === true", timeout=5_000)
     assert page.evaluate("window.wasAttacked")
+
+
+def test_a_handler_that_no_click_reaches_would_be_seen(show: Callable[..., Any], report: Path) -> None:
+    page = show(with_script(report, "<p onmouseover=attacked()>"))
+    assert page.evaluate(HANDLERS) == ["onmouseover=attacked()"]
 
 
 def test_an_error_of_a_script_would_be_seen(show: Callable[..., Any], report: Path) -> None:
