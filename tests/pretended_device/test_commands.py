@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,10 @@ COMMANDS = {
 }
 
 
-def written(line: str, device: str, inputs: Path, folder: Path, writes: str, capsys: Any) -> Any:
+Written = dict[str, torch.Tensor]
+
+
+def written(line: str, device: str, inputs: Path, folder: Path, writes: str, capsys: Any) -> Written:
     folder.mkdir()
     arguments = line.replace("IN/", f"{inputs}/").replace("OUT/", f"{folder}/").split()
     capsys.readouterr()
@@ -146,11 +150,10 @@ def written(line: str, device: str, inputs: Path, folder: Path, writes: str, cap
         return moments_of(path)
     if writes == "l.safetensors":  # the sign of a column of both factors is free
         return {name: factors.delta() for name, factors in load_lora(path).modules.items()}
-    return (
-        load_file(path)
-        if path.suffix == ".safetensors"
-        else {"picture": torch.from_numpy(np.asarray(Image.open(path)).copy())}
-    )
+    if path.suffix == ".safetensors":
+        tensors: Written = load_file(path)
+        return tensors
+    return {"picture": torch.from_numpy(np.asarray(Image.open(path)).copy())}
 
 
 def moments_of(statistics: Path) -> dict[str, torch.Tensor]:
@@ -179,6 +182,20 @@ def figures(told: Any) -> list[float]:
             for figure in figures(part)
         ]
     return [told] if isinstance(told, float) else []
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Written]:
+    """What a command writes on the CPU: both kinds of device are held to one run of it."""
+    kept: dict[str, Written] = {}
+
+    def of(name: str, capsys: Any) -> Written:
+        if name not in kept:
+            asked, folder = COMMANDS[name], tmp_path_factory.mktemp("cpu") / "out"
+            kept[name] = written(asked.line, "cpu", inputs, folder, asked.writes, capsys)
+        return kept[name]
+
+    return of
 
 
 def test_extraction_on_metal_is_refused_by_name(
@@ -213,10 +230,15 @@ def test_an_extraction_by_statistics_is_the_cpus(
 
 @pytest.mark.parametrize(("name", "kind"), RUNS)
 def test_it_writes_what_it_writes_on_the_cpu(
-    pretend: Pretend, name: str, kind: Kind, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pretend: Pretend,
+    name: str,
+    kind: Kind,
+    inputs: Path,
+    on_the_cpu: Callable[[str, Any], Written],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = COMMANDS[name]
-    expected = written(asked.line, "cpu", inputs, tmp_path / "cpu", asked.writes, capsys)
+    asked, expected = COMMANDS[name], on_the_cpu(name, capsys)
     with pretend(kind, backward=asked.backward):
         made = written(asked.line, kind, inputs, tmp_path / kind, asked.writes, capsys)
     assert made.keys() == expected.keys()

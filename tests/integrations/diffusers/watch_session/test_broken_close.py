@@ -111,7 +111,7 @@ def interrupted(begin: Callable[[Any], Begun], pipeline: Any, places: Iterator[P
             interruption.during(leave)
             if interruption.is_raised:
                 yield f"{name}: the host did not hear it"
-        left = is_left(pipeline, before, earlier, 0.3 if is_first(place) else 10.0)
+        left = is_left(pipeline, before, earlier, 0.0 if is_first(place) else 10.0)
         if left and not is_first(place):
             yield f"{name}: left {left}"
         if left:
