@@ -19,6 +19,7 @@ functions that one `def` makes.
 """
 
 import importlib.util
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import copy
@@ -41,6 +42,7 @@ MOST_CHECKED: Final = 4
 _FUNCTION: Final = "__beartype_func"
 _CALLED: Final = "__beartype_call_curr"
 """Names that beartype's checks have for what they are around, and for what their messages say of it."""
+_PLAIN: Final = (NoneType, bool, int, float, str)
 _SIGNS: Final = ("from jaxtyping import", "if TYPE_CHECKING:", "wraps(", "async def")
 """Of modules that need jaxtyping around some functions, or before another's decorator."""
 
@@ -93,7 +95,8 @@ def one_check_for_all(beartype: Any) -> Callable[..., Callable[[Any], Any]]:
         decorate = beartype(conf=conf)
 
         def checked(part: Any) -> Any:
-            if not (isinstance(part, FunctionType) and "<locals>" in part.__qualname__):
+            is_inner = isinstance(part, FunctionType) and "<locals>" in part.__qualname__
+            if not is_inner or hasattr(part, "__wrapped__"):  # many that a decorator made share its code
                 return decorate(part)
             check = known.get(part.__code__)
             if check is not None and check.fits(part):
@@ -113,14 +116,17 @@ class _Check:
     """What beartype wrote around a function, without the function: it would be kept alive with all that it holds.
 
     Attributes:
-        annotations: Of the function. One whose annotations differ gets a check of its own.
+        code: Of the check; None where beartype finds nothing to check.
+        annotations: Of the function. One whose annotations or defaults differ gets a check of its own.
+        own_defaults: Of the function: plain values, and names of its module. Others might hold what is to be forgotten.
         called: What beartype keeps of the function for its messages, but for the function.
         defaults: The other values that the check names.
     """
 
-    code: CodeType
+    code: CodeType | None
     globals: dict[str, Any]
     annotations: dict[str, Any]
+    own_defaults: tuple[object, ...]
     called: Any
     defaults: dict[str, Any]
 
@@ -129,27 +135,37 @@ class _Check:
         """The check of a function; None if it cannot be put around another."""
         defaults = dict(getattr(made, "__kwdefaults__", None) or {})
         called = copy(defaults.pop(_CALLED, None))
-        if (
-            defaults.pop(_FUNCTION, None) is not part
-            or made.__closure__
-            or part.__defaults__
-            or part.__kwdefaults__
-        ):
+        own = _defaults_of(part)
+        lasting = {id(value) for value in part.__globals__.values()}
+        has_none = made is part
+        if not has_none and (defaults.pop(_FUNCTION, None) is not part or made.__closure__ or called is None):
             return None
-        if called is None or any(isinstance(one, str) for one in part.__annotations__.values()):
+        if not all(isinstance(one, _PLAIN) or id(one) in lasting for one in own):
             return None
+        if any(isinstance(one, str) for one in part.__annotations__.values()):
+            return None
+        if has_none:
+            return cls(None, {}, dict(part.__annotations__), own, None, {})
         called.decoratee = None
-        return cls(made.__code__, made.__globals__, dict(part.__annotations__), called, defaults)
+        return cls(made.__code__, made.__globals__, dict(part.__annotations__), own, called, defaults)
 
     def fits(self, part: FunctionType) -> bool:
-        return part.__annotations__ == self.annotations
+        own = _defaults_of(part)
+        are_same = len(own) == len(self.own_defaults) and all(map(operator.is_, own, self.own_defaults))
+        return are_same and part.__annotations__ == self.annotations
 
     def around(self, part: FunctionType) -> FunctionType:
+        if self.code is None:
+            return part
         called = copy(self.called)
         called.decoratee = part
         made = FunctionType(self.code, self.globals, part.__name__)
         made.__kwdefaults__ = {**self.defaults, _CALLED: called, _FUNCTION: part}
         return update_wrapper(made, part)  # type: ignore[return-value]
+
+
+def _defaults_of(part: FunctionType) -> tuple[object, ...]:
+    return (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values())
 
 
 def _where_needed(jaxtyped: Any) -> Any:

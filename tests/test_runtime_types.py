@@ -4,7 +4,8 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import wraps
+from typing import Any, cast, no_type_check
 
 import jaxtyping
 import pytest
@@ -112,8 +113,11 @@ def test_of_the_functions_that_one_def_makes_the_first_are_checked() -> None:
     assert [one == "checked" for one in made] == [True] * MOST_CHECKED + [False] * 2
 
 
-def inner_functions() -> tuple[Callable[[object], Callable[[Any], object]], list[object]]:
-    """What makes a function of an inner `def`, with what beartype was asked to write."""
+class Held: ...
+
+
+def counted() -> tuple[Callable[[Any], Any], list[object]]:
+    """The decorator, and all functions for which beartype was asked to write a check."""
     written: list[object] = []
 
     def counting(*, conf: BeartypeConf) -> Callable[[Any], Any]:
@@ -123,7 +127,12 @@ def inner_functions() -> tuple[Callable[[object], Callable[[Any], object]], list
 
         return decorate
 
-    decorated = one_check_for_all(counting)(conf=BeartypeConf())
+    return one_check_for_all(counting)(conf=BeartypeConf()), written
+
+
+def inner_functions() -> tuple[Callable[[object], Callable[[Any], object]], list[object]]:
+    """What makes a function of an inner `def`, and what beartype was asked to write."""
+    decorated, written = counted()
 
     def make(held: object) -> Callable[[Any], object]:
         def inner(number: int) -> object:
@@ -148,9 +157,6 @@ def test_all_functions_of_an_inner_def_are_checked_by_one_check_and_are_themselv
 
 def test_the_check_keeps_nothing_alive_that_a_function_held() -> None:
     make, _ = inner_functions()
-
-    class Held: ...
-
     held = Held()
     gone = weakref.ref(held)
     make(held)
@@ -176,6 +182,58 @@ def test_annotations_and_defaults_of_its_own_give_a_function_a_check_of_its_own(
     for checked, wrong in ((of_int, "1"), (of_text, 1)):
         with pytest.raises(BeartypeCallHintViolation):
             checked(wrong)
+
+
+def test_functions_with_the_same_defaults_share_a_check() -> None:
+    decorated, written = counted()
+
+    def make(number: int) -> Any:
+        def inner(add: int = 1, *, kind: type = Held) -> tuple[int, type]:
+            return number + add, kind
+
+        return decorated(inner)
+
+    made = [make(number) for number in range(3)]
+    assert [one() for one in made] == [(1, Held), (2, Held), (3, Held)]
+    assert len(written) == 1
+    with pytest.raises(BeartypeCallHintViolation):
+        made[2](kind=1)
+
+
+def test_where_there_is_nothing_to_check_functions_stay_as_they_are() -> None:
+    decorated, written = counted()
+
+    def make(number: int) -> tuple[Any, Any]:
+        def inner(one: Any = None, *others: Any) -> Any:
+            return number
+
+        return inner, decorated(inner)
+
+    assert [inner is checked for inner, checked in map(make, range(3))] == [True] * 3
+    assert len(written) == 1
+
+
+def passed_on(function: Callable[[int], int]) -> Any:
+    @wraps(function)
+    def passing(*args: Any) -> int:
+        return function(*args)
+
+    return passing
+
+
+def test_functions_that_one_decorator_made_have_their_own_checks() -> None:
+    decorated = one_check_for_all(beartype)(conf=BeartypeConf())
+
+    @no_type_check
+    def free(number: int) -> int:
+        return number
+
+    def bound(number: int) -> int:
+        return number
+
+    assert decorated(passed_on(free))("1") == "1"
+    with pytest.raises(BeartypeCallHintViolation):
+        decorated(passed_on(bound))("1")
 
 
 def test_modules_of_the_package_take_this_decorator() -> None:
