@@ -62,6 +62,59 @@ def test_loras_that_act_at_the_end_have_a_line_with_their_strength(stages: tuple
     )
 
 
+def call_with(strength: float | None, active: int = 2) -> Stage:
+    """A call with "style" on the U-Net; without any LoRA where there is no strength."""
+    lora = {"unet.style": {"strength": [strength, strength], "layers": 2, "active": active}}
+    return Stage("generation", 0.2, 8.0, facts={"recipe": {"loras": {} if strength is None else lora}})
+
+
+def loaded(strength: float) -> Stage:
+    stage = applied(True, share=0.199)
+    style = {"states": {"lazy": 2}, "strengths": [strength], "delta_norm": 1.0, "relative_change": 0.199}
+    facts = {**stage.facts["lora_application"], "unet_lora_patches": {"loras": {"style": style}}}
+    return replace(stage, facts={"lora_application": facts})
+
+
+NOT_LOADED = {"id": "lora_not_loaded", "severity": "critical", "message": "None of it is on the model."}
+
+
+@pytest.mark.parametrize(
+    ("stages", "idle"),
+    [
+        ((call(ZEROS), call_with(1.0)), None),
+        ((call_with(1.0), call(ZEROS)), ZEROS["message"]),
+        ((call(ZEROS), call_with(1.0, active=0)), ZEROS["message"]),
+        ((call(ZEROS), call_with(None)), ZEROS["message"]),
+        ((applied(False, ZEROS), call_with(1.0)), None),
+        ((applied(False, NOT_LOADED), call_with(1.0)), NOT_LOADED["message"]),
+    ],
+    ids=["a call before", "the last call", "inactive", "no more there", "a stage before", "another file"],
+)
+def test_a_lora_that_acts_in_the_last_call_is_not_said_to_do_nothing(
+    stages: tuple[Stage, ...], idle: str | None
+) -> None:
+    assert idle_lora(run_of(*stages)) == idle
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (call_with(1.0), "The LoRA acts: ‖ΔW‖ / ‖W‖ is 20 % in the denoiser."),
+        (
+            call_with(0.1),
+            "The LoRA acts at strength 0.1 in the last call, not at 1: other code set it. "
+            "‖ΔW‖ / ‖W‖ was 20 % in the denoiser before.",
+        ),
+        (call_with(None), None),
+        (call(), "The LoRA acts: ‖ΔW‖ / ‖W‖ is 20 % in the denoiser."),
+    ],
+    ids=["as it was set", "scaled by other code", "a clean model in its place", "not told"],
+)
+def test_how_a_lora_acts_is_told_by_the_last_call_too(last: Stage, words: str | None) -> None:
+    told = acting_lora(run_of(loaded(1.0), call_with(1.0), last))
+    assert (told or "").removesuffix(" 1 weight in use confirmed it.") == (words or "")
+
+
 def nan(acting: int) -> dict[str, Any]:
     message = "Denoiser: the LoRA's change of 1 weight holds NaN or Inf: a."
     return {

@@ -1,10 +1,11 @@
 """Whether the LoRAs of a run acted at its end, in a sentence."""
 
 from collections.abc import Iterator, Mapping
+from math import isclose
 from typing import Any, Final
 
 from sigmascope import units
-from sigmascope.records.run import IDLE_LORAS, Run, Stage
+from sigmascope.records.run import IDLE_LORAS, RECIPE, Run, Stage
 
 _FACT = "lora_application"
 _VERDICTS: Final = "lora_verdicts"
@@ -15,29 +16,43 @@ _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
 """Findings on a file that say why a loader refuses it; so does one with a `cause` in its evidence."""
 _SPOILS: Final = frozenset({"lora_not_finite", "weights_not_finite"})
 """The findings on changes and weights of which everything that they touch becomes NaN."""
+_STATES_OF_CALLS: Final = frozenset(
+    {
+        "lora_alpha_zero",
+        "lora_bypassed",
+        "lora_cancelled",
+        "lora_disabled",
+        "lora_is_zero",
+        "lora_not_active",
+        "lora_others_merged",
+        "lora_strength_zero",
+    }
+)
+"""Findings on how LoRAs are set: a later call that they still hold for has the same."""
 _AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
 
 def idle_lora(run: Run) -> str | None:
     """Why the LoRAs do nothing, if that is how the last change or the last call left them, or none of a prompt's acts."""
-    idle: str | None = None
     of_prompt = _of_prompt(run)
     if of_prompt:
         return _said(of_prompt) if all(one.get("effective") is False for one in of_prompt) else None
+    idle: Mapping[str, Any] = {}
+    is_over = False  # once a call's LoRAs act
     for stage in run.walk():
         analysis = stage.facts.get(_FACT)
         if isinstance(analysis, Mapping):
-            idle = (
-                _cause(analysis.get("findings"))
-                if _is_idle(analysis)
-                else None
-                if _is_change(analysis)
-                else idle
-            )
+            if _is_idle(analysis):
+                idle = _cause(analysis.get("findings"))
+                is_over = idle.get("id") in _STATES_OF_CALLS
+            elif _is_change(analysis):
+                idle = {}
         elif IDLE_LORAS in stage.facts:
-            idle = _cause(stage.facts[IDLE_LORAS])
-    return idle
+            idle, is_over = _cause(stage.facts[IDLE_LORAS]), True
+        elif is_over and any(lora.get("active") for lora in _in_call(stage).values()):
+            idle = {}
+    return str(idle["message"]) if idle else None
 
 
 def _of_prompt(run: Run) -> list[Mapping[str, Any]]:
@@ -59,7 +74,7 @@ def _is_idle(analysis: Mapping[str, Any]) -> bool:
     if analysis.get("effective") is not False or _spoilt(analysis) is not None:
         return False
     is_as_before = any(_mapping(finding).get("id") == _AS_BEFORE for finding in findings or ())
-    return not is_as_before and _cause(findings) is not None
+    return not is_as_before and bool(_cause(findings))
 
 
 def _is_change(analysis: Mapping[str, Any]) -> bool:
@@ -67,14 +82,16 @@ def _is_change(analysis: Mapping[str, Any]) -> bool:
     return analysis.get("effective") is not False
 
 
-def _cause(findings: object) -> str | None:
-    """What the first finding says that is more than a remark."""
-    told = (
-        (finding for finding in findings if isinstance(finding, Mapping))
-        if isinstance(findings, list)
-        else ()
-    )
-    return next((str(finding["message"]) for finding in told if finding.get("severity") != "info"), None)
+def _cause(findings: object) -> Mapping[str, Any]:
+    """The first finding that is more than a remark; empty if there is none."""
+    told = map(_mapping, findings if isinstance(findings, list) else ())
+    return next((finding for finding in told if finding and finding.get("severity") != "info"), {})
+
+
+def _in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:
+    """The LoRAs that were on the components of a call, by component and adapter, as they stood when it was over."""
+    loras = _mapping(_mapping(stage.facts.get(RECIPE)).get("loras"))
+    return {name: _mapping(lora) for name, lora in loras.items()}
 
 
 def refused_lora(failed: Stage) -> str | None:
@@ -121,11 +138,65 @@ def acting_lora(run: Run) -> str | None:
     if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
         return None  # the last change took it off
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
+    since = _changed_since(run, stage, [patches for _, _, patches in sides]) if is_on else None
+    if since is not None:
+        before = f" ‖ΔW‖ / ‖W‖ was {' and '.join(sizes)} before." if sizes else ""
+        return since + before if since else None
     confirmed = sum(
         check.get("result") == "confirmed" for _, changes, _ in sides for check in _checks(changes)
     )
     words = f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "The LoRA acts."
     return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
+
+
+def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> str | None:
+    """What other code made of the LoRAs that act beside the weights, by the last call; "" if it took them off, None if nothing.
+
+    Args:
+        run: The record.
+        change: The stage of the last change that was heard.
+        sides: The changes that it left on each model.
+    """
+    stages = [*run.walk()]
+    calls = [stage for stage in stages[stages.index(change) + 1 :] if _are_loras_told(stage)]
+    acting = [pair for patches in sides for pair in _acting(patches).items()]
+    if not calls or not all(_mapping(lora.get("states")).keys() <= {"lazy"} for _, lora in acting):
+        return None
+    last: dict[str, list[Mapping[str, Any]]] = {}
+    for name, lora in _in_call(calls[-1]).items():
+        last.setdefault(name.partition(".")[2], []).append(lora)
+    if not any(lora.get("active") for name, _ in acting for lora in last.get(name, ())):
+        return ""
+    for name, lora in acting:
+        set_to = _range(lora.get("strengths"))
+        found = [known for one in last.get(name, ()) if (known := _range(one.get("strength")))]
+        found += [(min(least for least, _ in found), max(most for _, most in found))] if found else []
+        if set_to and found and not any(all(map(_is_same, set_to, one)) for one in found):
+            words = f"at strength {_in_words(found[-1])} in the last call, not at {_in_words(set_to)}"
+            return f"The LoRA acts {words}: other code set it."
+    return None
+
+
+def _are_loras_told(stage: Stage) -> bool:
+    return isinstance(_mapping(stage.facts.get(RECIPE)).get("loras"), Mapping)
+
+
+def _range(strengths: object) -> tuple[float, float] | None:
+    known = (
+        [one for one in strengths if isinstance(one, int | float)]
+        if isinstance(strengths, list | tuple)
+        else []
+    )
+    return (min(known), max(known)) if known else None
+
+
+def _is_same(one: float, other: float) -> bool:
+    return isclose(one, other, rel_tol=1e-5, abs_tol=1e-5)
+
+
+def _in_words(strengths: tuple[float, float]) -> str:
+    least, most = (f"{strength:.4g}" for strength in strengths)
+    return least if least == most else f"{least} to {most}"
 
 
 def _last_change(run: Run) -> Stage | None:

@@ -355,6 +355,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The host may report this only in its log. Compare the file with the model: "
         "sigmascope lora inspect FILE --model MODEL.",
     ),
+    "lora_none_there": VerdictRow(
+        "info",
+        "Nothing changed: no LoRA is on the models beside their weights.",
+        "A LoRA that was fused stays in the weights when its adapter is gone: load the model again to take it out.",
+    ),
     "lora_without_effect": VerdictRow(
         "warning",
         "No weight changed though {weights} have changes: why is unknown, because {why}.",

@@ -243,6 +243,7 @@ def analyze_lora_application_results(
     elapsed_time: object = None,
     peak_memory: PeakMemory | PeakMemoryDict | None = None,
     error: BaseException | str | None = None,
+    puts_on: bool = True,
     is_untrained: bool = False,
     component: str | None = None,
 ) -> LoraAnalysis:
@@ -257,6 +258,7 @@ def analyze_lora_application_results(
         elapsed_time: Seconds that the application took.
         peak_memory: The peak of the stage that watched it.
         error: What the application raised, if it did.
+        puts_on: Whether a LoRA was to be put on, and not to be taken off or set anew: then none on the models is no fault.
         is_untrained: Whether the adapters were made new and not loaded, as by `add_adapter`: then zeros are no fault.
         component: What findings call a `modified_unet` that is no denoiser, such as "controlnet".
     """
@@ -287,6 +289,7 @@ def analyze_lora_application_results(
         effective,
         applied=applied,
         left_off=left_off,
+        puts_on=puts_on,
         before=[patch for model in (unet, clip) for patch in model.patches_before],
         in_conditioning=in_conditioning,
         idle=_idle_changes(unet, clip, is_untrained=is_untrained) if effective.value is False else (),
@@ -475,12 +478,22 @@ def _is_returned_as_given(analysis: ModelAnalysis, model: object) -> bool:
 
 def _idle_changes(*models: ModelAnalysis, is_untrained: bool) -> list[IdleChange]:
     """Without those that the weights in use contradict, which have a finding of their own."""
-    return [
-        change._replace(cause="lora_untrained") if is_untrained and change.cause == "lora_is_zero" else change
+    changes = [
+        change
         for model in models
         for change in attempt(lambda m=model: idle_changes(m.patches_on, m.looks.before)).value or ()  # type: ignore[misc]
         if lookup(lookup(model.weights["checked"], change.key), "result") != "contradicted"
     ]
+    return [_before_training(change) for change in changes] if is_untrained else changes
+
+
+def _before_training(change: IdleChange) -> IdleChange:
+    """Of an adapter that was made new: factors that are zero, or of other kinds a change that is."""
+    if change.cause == "lora_is_zero":
+        return change._replace(cause="lora_untrained")
+    if change.cause == "lora_without_effect":
+        return change._replace(cause="lora_untrained", why="its change")
+    return change
 
 
 def _count_models(lora_result: object) -> int:

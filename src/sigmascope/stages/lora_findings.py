@@ -84,6 +84,7 @@ def application_findings(
     *,
     applied: bool,
     left_off: bool,
+    puts_on: bool = True,
     before: Sequence[AppliedPatch] = (),
     in_conditioning: bool = False,
     idle: Collection[IdleChange] = (),
@@ -96,6 +97,7 @@ def application_findings(
         effective: Whether the models compute something else than before; None if unknown.
         applied: Whether the host says that it applied the LoRA.
         left_off: Whether it gave back the models as they went in.
+        puts_on: Whether it was to put one on, and not to take it off or to set what is there.
         before: The changes that were on them at the baseline.
         in_conditioning: Whether it gave back hooks, or conditioning with hooks.
         idle: Where the models have changes and none has an effect, why each has none.
@@ -118,7 +120,7 @@ def application_findings(
     elif effective.value is False and idle:
         findings = _with_causes(findings, idle)
     elif not file_is_why and not any(finding.id == "lora_not_loaded" for finding in findings):
-        findings += _on_whole(models, effective, applied, before)
+        findings += _on_whole(models, effective, applied, before, puts_on=puts_on)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     return [replace(finding, stage=STAGE) for finding in findings]
 
@@ -153,7 +155,12 @@ def _because(not_loaded: Finding, cause: Finding) -> Finding:
 
 
 def _on_whole(
-    models: _Models, effective: Reading[bool], applied: bool, before: Sequence[AppliedPatch]
+    models: _Models,
+    effective: Reading[bool],
+    applied: bool,
+    before: Sequence[AppliedPatch],
+    *,
+    puts_on: bool,
 ) -> Iterator[Finding]:
     patched = sum(patches["total_patched_keys"] or 0 for _, _, patches in models)
     read = any(patches["total_patched_keys"] is not None for _, _, patches in models)
@@ -161,7 +168,7 @@ def _on_whole(
     if effective.value is None and (read or effective.reason != NOT_SEEN):
         yield verdict_finding("lora_not_seen", evidence, why=effective.reason)
     elif effective.value is False and not patched and not before:
-        yield verdict_finding("lora_not_applied", evidence)
+        yield verdict_finding("lora_not_applied" if puts_on else "lora_none_there", evidence)
 
 
 def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> list[Finding]:

@@ -117,7 +117,10 @@ def test_an_untrained_rotation_is_known_to_change_nothing() -> None:
     model: Any = nn.ModuleDict({"layer": nn.Linear(8, 12)})
     baseline = capture_lora_baseline(model, None)
     inject_adapter_in_model(OFTConfig(r=0, oft_block_size=4, **TARGET), model, "one")
-    assert analyze_lora_application_results(baseline, model, None, model)["effective"] is False
+    analysis = analyze_lora_application_results(baseline, model, None, model, is_untrained=True)
+    assert analysis["effective"] is False
+    assert [(one["id"], one["severity"]) for one in analysis["findings"]] == [("lora_untrained", "info")]
+    assert ": its change is zero in 1 weight, as before training" in analysis["findings"][0]["message"]
 
 
 def test_a_rotation_of_windows_has_a_reason() -> None:

@@ -366,7 +366,7 @@ class LoraObserver(Observer):
                 if method in _WRITES or _swaps(args, kwargs):
                     guard.read("watch.lora", lambda: [*map(forget_fingerprints, models_in(target).values())])
                 models, baseline = seen or (self._models_of(target), None)
-                self._analyse(stage, target, models, baseline, error, makes=method in _MAKES_ADAPTERS)
+                self._analyse(stage, method, target, models, baseline, error)
 
         return after
 
@@ -388,12 +388,11 @@ class LoraObserver(Observer):
     def _analyse(
         self,
         stage: LiveStage,
+        method: str,
         target: object,
         models: "LoraModels",
         baseline: Any,
         error: BaseException | None,
-        *,
-        makes: bool,
     ) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
         from sigmascope.stages.lora_application import analyze_lora_application_results, in_short
@@ -407,7 +406,8 @@ class LoraObserver(Observer):
             elapsed_time=record.seconds,
             peak_memory=record.peak,
             error=error,
-            is_untrained=makes,
+            puts_on=method.startswith("load_") or method in _MAKES_ADAPTERS,
+            is_untrained=method in _MAKES_ADAPTERS,
             component=self._component(target),
         )
         stage.fact(LORA_STAGE, in_short(analysis))

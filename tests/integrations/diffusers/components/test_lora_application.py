@@ -9,6 +9,7 @@ from tests.families.loras import lora_state, modules_of, parts_of, write
 from tests.integrations.diffusers.marks import left_behind
 
 import sigmascope
+from sigmascope.analysis.lora_state import idle_lora
 from sigmascope.records.run import Run, Stage
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,23 @@ def test_every_method_is_a_stage_in_order(pipeline: Any, tmp_path: Path) -> None
     methods = [stage.facts["method"] for stage in lora_stages(run.record())]
     assert methods == ["load_lora_weights", "set_adapters", "fuse_lora", "unfuse_lora", "unload_lora_weights"]
     assert left_behind() == []
+
+
+def test_methods_that_find_no_lora_have_done_nothing_wrong(pipeline: Any, tmp_path: Path) -> None:
+    path = write(lora_state(pipeline, ("unet",)), tmp_path / "style.safetensors")
+    with sigmascope.watch(pipeline) as clean:
+        pipeline.unload_lora_weights()
+        pipeline.disable_lora()
+    pipeline.load_lora_weights(str(path))
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    with sigmascope.watch(pipeline) as fused:
+        pipeline.unfuse_lora()
+    for run in (clean.record(), fused.record()):
+        assert {(one.id, one.severity) for one in run.findings if one.id.startswith("lora_")} == {
+            ("lora_none_there", "info")
+        }
+        assert idle_lora(run) is None
 
 
 def test_images_with_a_lora_are_the_same_bit_for_bit(tmp_path: Path) -> None:
