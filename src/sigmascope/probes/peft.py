@@ -475,6 +475,14 @@ def _read_rotation(kind: AdapterType, _layer: nn.Module, _adapter: str) -> list[
     return [Change("weight", kind, has_scale=False, unavailable=reason)]
 
 
+def _read_bias(layer: nn.Module, adapter: str) -> list[Change]:
+    """A BEFT's, which is added to the bias."""
+    own = _factor_of(layer, "beft_bias", adapter)
+    if own is None:
+        return [_unknown_change(layer, "bias", "its bias is not where PEFT keeps it")]
+    return [Change("bias", "diff", {"diff": own.flatten()}, {"diff": "beft_bias"}, has_scale=False)]
+
+
 def _read_replacement(layer: nn.Module, adapter: str) -> list[Change]:
     """A module that stands in for the original: each of its parameters is set."""
     module = by_adapter(layer, "modules_to_save")[adapter]
@@ -508,6 +516,7 @@ _READERS: Final[Mapping[str, Callable[[nn.Module, str], list[Change]]]] = {
     "lokr_w1_a": partial(_read_lycoris, "lokr", "lokr_", _LOKR),
     "oft_R": partial(_read_rotation, "oft"),
     "boft_R": partial(_read_rotation, "boft"),
+    "beft_bias": _read_bias,
     "modules_to_save": _read_replacement,
 }
 

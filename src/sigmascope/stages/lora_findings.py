@@ -1,9 +1,10 @@
 """What is wrong with the LoRAs on a model: of the file, of one model's weights and changes, of the application."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from math import isfinite
+from math import isfinite, prod
 from typing import Final, NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ _ABOUT_NAMES: Final = frozenset(
     }
 )
 """Those that no longer matter where every module was found on the model."""
+_WIDENED_ON_PURPOSE: Final = "x_embedder"
+"""The layer that takes the latent, which diffusers widens for a control LoRA: it takes the control picture too."""
 _FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})
 """Findings on a file that say already why nothing is on the models."""
 _WHY_NOT_LOADED: Final = frozenset(_HOST_OF_FINDING) | {
@@ -135,7 +138,7 @@ def file_findings(
     of_file: list[Finding] = []
     for finding in () if verdict is None else verdict.findings:
         is_said = left_out and finding.id == "lora_text_encoder_missing"
-        is_solved = complete and finding.id in _ABOUT_NAMES
+        is_solved = complete and (finding.id in _ABOUT_NAMES or _is_of_control(finding))
         if _HOST_OF_FINDING.get(finding.id, host) == host and not is_said and not is_solved:
             of_file.append(finding)
     cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)
@@ -145,6 +148,14 @@ def file_findings(
             yield finding
     for finding in on_model:
         yield finding if cause is None or finding.id != "lora_not_loaded" else _because(finding, cause)
+
+
+def _is_of_control(finding: Finding) -> bool:
+    """Whether the only module of another shape is the one for which diffusers widens the model."""
+    modules, first = finding.evidence.get("modules"), finding.evidence.get("first")
+    return (
+        finding.id == "lora_other_shape" and modules == 1 and str(first).endswith(f".{_WIDENED_ON_PURPOSE}")
+    )
 
 
 def _because(not_loaded: Finding, cause: Finding) -> Finding:
@@ -470,13 +481,16 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         before, after = (
             changes[key][side].removeprefix("torch.Size") for side in ("original_shape", "modified_shape")
         )
+        is_back = prod(map(int, re.findall(r"\d+", after))) < prod(map(int, re.findall(r"\d+", before)))
         yield Finding(
             "weights_reshaped",
-            "warning",
+            "info" if is_back else "warning",
             f"{name}: {counted(len(reshaped), 'weight has', 'weights have')} another shape now, such as {key} "
             f"({before} before, {after} now).",
             {"keys": len(reshaped), "example": key},
-            "diffusers widens layers for a LoRA that is made for wider ones, such as a control LoRA of FLUX. If yours is not one, "
+            "unload_lora_weights(reset_to_overwritten_params=True) gives layers that were widened for a control LoRA their shape back."
+            if is_back
+            else "diffusers widens layers for a LoRA that is made for wider ones, such as a control LoRA of FLUX. If yours is not one, "
             "calls will fail: load the pipeline again, and another LoRA.",
         )
     if unexplained:

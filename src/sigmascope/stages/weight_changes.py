@@ -234,6 +234,11 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
         verdicts[key] = replace(verdicts[key], arrival=arrival)
     for key in scales.keys() & verdicts.keys():
         verdicts[key] = in_numbers(verdicts[key], scales[key])
+    merged_unread = _merged_unread(looks)
+    for key, verdict in verdicts.items() if merged_unread else ():
+        why = merged_unread.get(key.rpartition(".")[0])
+        if why is not None and evidence[key].content_changed and not evidence[key].has_own_changes:
+            verdicts[key] = replace(verdict, is_effective=None, is_unexplained=False, unread=why)
     if looks.before.detours or looks.after.detours:
         for key, verdict in verdicts.items():
             if (why := looks.detour_of(key)) is not None:
@@ -275,7 +280,9 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
         if not content and beside.is_nothing and inside.is_nothing and not _is_same_by_name(beside, inside):
             continue
         is_sampled = key in samples_before and key in samples_after
-        has_samples = is_sampled and samples_before.dtype(key).is_floating_point  # codes are no numbers
+        is_reshaped = key in before.weights and before.weights[key].shape != weight.shape
+        # Codes are no numbers, and in another shape the same places hold other elements.
+        has_samples = is_sampled and samples_before.dtype(key).is_floating_point and not is_reshaped
         yield (
             key,
             WeightEvidence(
@@ -289,6 +296,19 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
                 contents,
             ),
         )
+
+
+def _merged_unread(looks: BeforeAndAfter) -> dict[str, str]:
+    """By layer, why nobody knows what was merged into it, or taken out of it, between both moments: it may be in its bias."""
+    kept = looks.kept.value or KeptPatches()
+    standings: dict[tuple[str, str | None], set[bool]] = {}
+    whys: dict[tuple[str, str | None], str] = {}
+    for patch in (*looks.applied.patches, *kept.patches):
+        if patch.adapter_type == "unknown":
+            place = patch.key.rpartition(".")[0], patch.source
+            standings.setdefault(place, set()).add(patch.state == "merged")
+            whys[place] = next(iter(patch.unavailable.values()), "a change of it is not read")
+    return {layer: whys[layer, source] for (layer, source), merged in standings.items() if len(merged) > 1}
 
 
 def _address(tensor: Tensor) -> int:

@@ -110,6 +110,12 @@ class WeightEvidence:
     contents: Contents
 
     @property
+    def has_own_changes(self) -> bool:
+        """Whether a change that is known of is for this weight."""
+        sides = self.beside, self.inside
+        return bool(self.known) or any(side.now or side.before or side.unread for side in sides)
+
+    @property
     def sampled_content(self) -> SampledContent | None:
         """What is to be explained by the LoRAs; None where the content is as before or was not sampled as it is now."""
         expected, samples = self.inside.net, self.samples
@@ -228,8 +234,11 @@ def _is_rounding(relative: float | None, dtype: torch.dtype) -> bool:
 
 
 def _is_effective(weight: WeightEvidence, found: _Found, content_is_rounding: bool) -> bool | None:
-    if weight.beside.unread or weight.inside.unread:
+    is_measured = weight.content_changed is True and found.source in ("contents", "sample")
+    if weight.beside.unread or (weight.inside.unread and not is_measured):
         return None
+    if is_measured and weight.inside.unread:
+        return not content_is_rounding
     if found.effect.delta_norm is None:
         depends = weight.beside.net is None or weight.inside.net is None
         return None if depends and weight.content_changed and found.source is None else True

@@ -3,12 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.families import FAMILIES, make_pipeline
-from tests.families.loras import State, lora_state, write
+from tests.families.loras import State, lora_state, modules_of, write
 from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline, wider
 
 from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict, judge_applied
@@ -139,6 +141,40 @@ def test_analysis_sees_that_diffusers_widened_the_model(tmp_path: Path) -> None:
     change = changes["context_embedder.weight"]
     assert change["original_shape"] == "torch.Size([16, 24])"
     assert change["modified_shape"] == "torch.Size([16, 48])"
+
+
+def with_control(state: State) -> State:
+    """A control LoRA's: the layer that takes the latent takes a second one."""
+    down = "transformer.x_embedder.lora_A.weight"
+    return state | {down: torch.cat([state[down], state[down]], 1)}
+
+
+def test_a_control_lora_is_told_by_its_factors_and_fits_the_layer_that_is_widened_for_it(
+    tmp_path: Path,
+) -> None:
+    state = with_control(lora_of("flux", ("transformer",)))
+    pipeline, path = make_pipeline("flux"), write(state, tmp_path / "control.safetensors")
+    norm = sqrt(
+        sum(
+            float(
+                (state[f"{m}.lora_B.weight"].double() @ state[f"{m}.lora_A.weight"].double()).square().sum()
+            )
+            for m in modules_of(state)
+        )
+    )
+    told = []
+    for loads in (True, False):
+        baseline = capture_lora_baseline(pipeline.transformer, None, path)
+        if loads:
+            pipeline.load_lora_weights(str(path))
+        else:
+            pipeline.unload_lora_weights(reset_to_overwritten_params=True)
+        analysis = analyze_lora_application_results(baseline, pipeline.transformer, None, pipeline)
+        assert analysis["effective"] is True
+        assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(norm, rel=1e-3)
+        told.append({finding["id"]: finding["severity"] for finding in analysis["findings"]})
+    assert told[0] == {"weights_reshaped": "warning"}
+    assert told[1]["weights_reshaped"] == "info"
 
 
 def test_mixed_ranks_are_no_mismatch_and_each_is_read(tmp_path: Path) -> None:

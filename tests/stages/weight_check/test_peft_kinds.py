@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import (
@@ -100,6 +101,44 @@ def test_a_kind_is_the_weight_of_the_forward_pass(
     assert changes["checked"]["layer.weight"]["used_norm"] == pytest.approx(norm, rel=1e-3)
     assert changes["keys_value_changed"]["layer.weight"]["delta_norm"] == pytest.approx(norm, rel=1e-3)
     assert found["effective"] is True
+
+
+@pytest.mark.parametrize("kind", ["oft", "ia3", "hra"])
+def test_what_was_merged_is_told_by_the_content_and_merging_what_acted_before_is_not_called_a_change(
+    kind: str,
+) -> None:
+    """(IA)³ scales the bias too, of which no adapter's change says so."""
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"layer": nn.Linear(8, 12)}).eval()
+    bare = capture_lora_baseline(model, None)
+    before = model["layer"].weight.detach().double().clone()
+    inject_adapter_in_model(KINDS[kind](), model, "one")
+    adapted, inputs = capture_lora_baseline(model, None), torch.randn(3, 8)
+    output = model["layer"](inputs)
+    model["layer"].merge()
+    assert torch.allclose(model["layer"](inputs), output, atol=1e-5)
+    since_adapted, since_bare = found_of(model, adapted), found_of(model, bare)
+    assert since_adapted["effective"] is None
+    assert since_bare["effective"] is True
+    change = since_bare["unet_weight_changes"]["keys_value_changed"]["layer.weight"]
+    norm = float((by_forward(model["layer"], before.shape) - before).norm())
+    assert change["delta_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.skipif(not hasattr(peft, "BeftConfig"), reason="this PEFT has no BEFT")
+def test_an_adapter_of_the_bias_alone_acts_by_it() -> None:
+    model: Any = nn.ModuleDict({"layer": nn.Linear(8, 12)}).eval()
+    baseline = capture_lora_baseline(model, None)
+    inject_adapter_in_model(peft.BeftConfig(**TARGET), model, "one")
+    with torch.no_grad():
+        model["layer"].beft_bias["one"] += torch.randn(12)
+    norm = float(model["layer"].beft_bias["one"].detach().double().norm())
+    for merged in (False, True):
+        if merged:
+            model["layer"].merge()
+        found = found_of(model, baseline)
+        assert found["effective"] is True
+        assert found["unet_weight_changes"]["delta_norm"] == pytest.approx(norm, rel=1e-3)
 
 
 def test_two_of_a_kind_that_only_peft_merges_are_not_known() -> None:
