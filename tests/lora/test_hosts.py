@@ -35,6 +35,19 @@ def of_host(path: Path, host: str = "diffusers", version: str = "") -> HostReadi
     return next(one for known, one in readings if known.name == host and version in known.version)
 
 
+def test_hosts_that_read_the_same_nan_do_not_differ(tmp_path: Path) -> None:
+    names = [f"lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_{p}" for p in "qkv"]
+    state = {f"{name}.{end}.weight": torch.ones(4, 4) for name in names for end in ("lora_up", "lora_down")}
+    alphas = {f"{name}.alpha": torch.tensor(math.nan) for name in names}
+    save_file(state | alphas, tmp_path / "nan.safetensors")
+    readings = host_readings(tmp_path / "nan.safetensors")
+    told = [{str(factor): count for factor, count in (one.strengths or {}).items()} for one in readings]
+    assert told == [{"nan": 3}] * 3
+    findings = {one.id: one.message for one in inspect_lora(tmp_path / "nan.safetensors").findings}
+    assert "lora_hosts_differ" not in findings
+    assert f"{names[0]}.alpha = nan" in findings["lora_not_finite"]
+
+
 def in_diffusers(pipeline: Any, path: Path) -> tuple[int, dict[float, int]]:
     """How many modules diffusers' loader takes, and the factors on up·down, measured on the weights."""
     pipeline = copy.copy(pipeline)

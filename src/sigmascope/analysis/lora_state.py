@@ -14,7 +14,7 @@ _IDLE = frozenset({"inactive", "failed"})
 """States of changes that do nothing."""
 _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
 """Findings on a file that say why a loader refuses it; so does one with a `cause` in its evidence."""
-_SPOILS: Final = frozenset({"lora_not_finite", "weights_not_finite"})
+_SPOILS: Final = frozenset({"lora_not_finite", "lora_without_values", "weights_not_finite"})
 """The findings on changes and weights of which everything that they touch becomes NaN."""
 _STATES_OF_CALLS: Final = frozenset(
     {

@@ -343,6 +343,11 @@ def _applied_module(
     candidates = [(key, patch) for key in keys for patch in patches.get(key, ())]
     if not candidates:
         return AppliedModule(name, detail=ABSENCES["no_change"].format(key=keys[0]))
+    candidates = [
+        (key, patch) for key, patch in candidates if not any(held.is_meta for held in patch.tensors.values())
+    ]
+    if not candidates:
+        return AppliedModule(name, detail=ABSENCES["no_values"].format(key=keys[0]))
     own: Change | None = None
     same: list[_Found] = []
     try:

@@ -114,7 +114,8 @@ def _where_not_finite(module: str, checkpoint: Checkpoint) -> Iterator[str]:
             wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
             if wide.is_floating_point() and not is_finite(wide):
                 bad = (~torch.isfinite(wide)).nonzero()
-                yield f"{key}, {len(bad)} of {counted(wide.numel(), 'number')} from {bad[0].tolist()}"
+                where = f", {len(bad)} of {counted(wide.numel(), 'number')} from {bad[0].tolist()}"
+                yield f"{key}{where if wide.ndim else f' = {float(wide)}'}"
 
 
 def _damage(modules: Sequence[ModuleStrength], lora: LoraFile) -> Iterator[tuple[str, str]]:

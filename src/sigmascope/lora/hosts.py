@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from math import isnan, nan
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -260,10 +261,15 @@ def _judged(
     except _Unknown as reason:
         return HostReading(title, count, None, None, {"taken": str(reason)})
     try:
-        strengths = dict(Counter(scale(file, taken)).most_common())
+        strengths = dict(Counter(map(_one_nan, scale(file, taken))).most_common())
     except (_Unknown, LoraFormatError) as reason:
         return HostReading(title, count, len(taken), None, {"strengths": str(reason)})
     return HostReading(title, count, len(taken), strengths)
+
+
+def _one_nan(number: float) -> float:
+    """The number, or for NaN the one that equals itself where it is counted: Python compares what is the same first."""
+    return nan if isnan(number) else number
 
 
 def no_loader(family: Family) -> str | None:
@@ -313,7 +319,7 @@ def _module(
     ending, alpha = ending_of(name, facts.kind, keys), None
     if f"{name}.alpha" in keys:
         stored = checkpoint.tensor(f"{name}.alpha")
-        alpha, ending = (float(stored), ending) if stored.numel() == 1 else (None, "other")
+        alpha, ending = (_one_nan(float(stored)), ending) if stored.numel() == 1 else (None, "other")
     return _Module(name, start, path, namings, ending, facts.kind, facts.rank, alpha, facts.weight_shape)
 
 

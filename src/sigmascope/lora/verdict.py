@@ -223,6 +223,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "{model}: {count} cannot be changed, such as {first}: {reason}.",
         "If the shapes differ, use the model that the LoRA was made for.",
     ),
+    "lora_without_values": VerdictRow(
+        "error",
+        "{model}: {count} without values, such as that of {first}: the loader found none for its factors in the file, and calls compute with "
+        "whatever lies in memory.",
+        "Load the model again, and the file under names that the loader reads: sigmascope lora convert FILE NEW --format peft.",
+    ),
     "lora_strength_zero": VerdictRow(
         "warning", "The LoRA changes nothing: it has strength 0 on {weights}.", _SET_STRENGTH
     ),
@@ -380,10 +386,16 @@ MISMATCHES: Final[dict[Reason, VerdictRow]] = {
 ABSENCES: Final = {
     "no_weight": "the model has no weight for it",
     "no_change": "no LoRA is applied to {key}",
+    "no_values": "the LoRA on {key} has no values",
     "not_finite": "it holds NaN or Inf, so whether it is there is unknown",
     "others": "{key} has only other changes{sources}",
 }
 """Why a module of a file is not on a model, for `lora_not_loaded` and the detail of the module."""
+
+
+def is_without_values(detail: str | None) -> bool:
+    """Whether that is why a module is not on a model, though the model has a change for it."""
+    return detail is not None and detail.endswith(ABSENCES["no_values"].partition("{key}")[2])
 
 
 def verdict_finding(id: str, evidence: dict[str, JsonScalar] | None = None, **figures: object) -> Finding:

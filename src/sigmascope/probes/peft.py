@@ -38,6 +38,7 @@ _AROUND: Final = frozenset((*_WRAPPED, *_AROUND_WHOLE_MODELS))
 _MAGNITUDE: Final = "lora_magnitude_vector"
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
 _LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
+NO_VALUES: Final = "its factors have no values: they are on the meta device"
 UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
 _BYPASSED: Final = "its attention runs joined projections instead: unfuse_qkv_projections separates them"
 _JOINED: Final = {
@@ -527,7 +528,7 @@ def adapter_misfit(change: Change, shape: tuple[int, ...] | None) -> str | None:
     if up is None or down is None:
         return None
     if up.is_meta or down.is_meta:
-        return "its factors have no values: they are on the meta device"
+        return NO_VALUES
     own = (up.shape[0], *down.shape[1:])
     if up.shape[1] != down.shape[0] or (shape is not None and own != shape):
         return f"up {tuple(up.shape)} and down {tuple(down.shape)} do not fit a weight {shape}"

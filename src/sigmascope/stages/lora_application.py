@@ -26,6 +26,7 @@ from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.module_tree import one_look
+from sigmascope.probes.peft import NO_VALUES
 from sigmascope.probes.reading import Reading, attempt, lookup, node_outputs, reasons
 from sigmascope.records.memory import MemorySnapshot, PeakMemory, PeakMemoryDict, change, mib
 from sigmascope.stages.baseline import (
@@ -346,9 +347,12 @@ class ModelAnalysis:
 
     @property
     def is_newly_spoilt(self) -> bool:
-        """Whether a change with NaN or Inf acts on a weight that had no change before."""
+        """Whether a change with NaN or Inf, or without any values, acts on a weight that had no change before."""
         before = {patch.key for patch in self.patches_before}
-        return not before.issuperset(spoilt_weights(self.patches))
+        held = self.looks.held.base
+        empty = {patch.key for patch in self.patches_on.patches if patch.state_reason == NO_VALUES}
+        spoilt = {key for key in empty if key in held and not held[key].is_meta}
+        return not before.issuperset([*spoilt, *spoilt_weights(self.patches)])
 
 
 def _analyze_model(

@@ -15,9 +15,17 @@ from sigmascope.lora.effect import WEIGHT_NOT_FINITE
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import sort_patches
-from sigmascope.lora.verdict import VERDICTS, LoraVerdict, is_opposed, opposed_finding, verdict_finding
+from sigmascope.lora.verdict import (
+    VERDICTS,
+    LoraVerdict,
+    is_opposed,
+    is_without_values,
+    opposed_finding,
+    verdict_finding,
+)
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
+from sigmascope.probes.peft import NO_VALUES
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.stages.lora_on_model import alike, begin_extremes, elements_of_change, has_extremes
@@ -66,6 +74,7 @@ _SAID_BY_CAUSES: Final = frozenset({"lora_not_acting", "lora_inactive"})
 _CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded"}
 """What follows where the models were given back unchanged."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
+_AS_BEFORE: Final = "lora_as_before"
 _MUCH_OVERLAP: Final = 0.5
 _SAME_FACTOR: Final = 1e-3
 _Evidence = dict[str, JsonScalar]
@@ -73,11 +82,12 @@ _Models = Sequence[tuple[str, WeightChanges, PatchAnalysis]]
 
 
 class IdleChange(NamedTuple):
-    """A change that has no effect: its weight, the id of the reason, and what only this reason's words need."""
+    """A change that has no effect: its weight, the id of the reason, what only this reason's words need, and its LoRA."""
 
     key: str
     cause: str
     why: str = ""
+    source: str | None = None
 
 
 def application_findings(
@@ -142,6 +152,8 @@ def file_findings(
         if _HOST_OF_FINDING.get(finding.id, host) == host and not is_said and not is_solved:
             of_file.append(finding)
     cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)
+    if applied is not None and any(is_without_values(module.detail) for module in applied.missing):
+        cause = None  # the loader knew the modules
     for finding in of_file:
         is_remark = finding.severity == "info" and finding.id in _ABOUT_NAMES
         if not is_remark or applied is None or (finding is cause and not applied.there):
@@ -192,14 +204,22 @@ def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> l
 
 
 def idle_findings(idle: Iterable[IdleChange]) -> list[Finding]:
-    """Why no change has an effect, the reason of most changes first."""
+    """Why no change has an effect, the reason of most changes first; by its LoRA's name where others act as before."""
     by_cause: dict[str, list[IdleChange]] = {}
     for change in idle:
         by_cause.setdefault(change.cause, []).append(change)
-    return [
+    found = [
         _idle_finding(cause, changes)
         for cause, changes in sorted(by_cause.items(), key=lambda item: -len(item[1]))
     ]
+    return [_by_name(one, by_cause[one.id]) for one in found] if _AS_BEFORE in by_cause else found
+
+
+def _by_name(finding: Finding, changes: Sequence[IdleChange]) -> Finding:
+    names = " and ".join(dict.fromkeys(change.source for change in changes if change.source))
+    if not names or finding.id == _AS_BEFORE:
+        return finding
+    return replace(finding, message=finding.message.replace("The LoRA", f"The LoRA {names}", 1))
 
 
 def _idle_finding(cause: str, changes: Sequence[IdleChange]) -> Finding:
@@ -225,6 +245,16 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
     """What is wrong with the changes on a model, or worth knowing of them."""
     failed, not_finite = patches["failed"], patches["not_finite"]
     states, total = patches["states"], patches["total_patched_keys"] or 0
+    empty = [key for key, reason in failed.items() if reason == NO_VALUES]
+    failed = {key: reason for key, reason in failed.items() if reason != NO_VALUES}
+    if empty:
+        yield verdict_finding(
+            "lora_without_values",
+            {"keys": len(empty), "acting": len(empty), "example": empty[0]},
+            model=name,
+            count=counted(len(empty), "change is", "changes are"),
+            first=empty[0],
+        )
     if failed:
         key, reason = next(iter(failed.items()))
         yield verdict_finding(
@@ -320,11 +350,19 @@ def _idle_changes(
         if (name := _zero_tensor(patch, extremes[id(patch)].value or [])) is not None
     }
     cancelled = {id(patch) for _, same, is_nothing in same_contents if is_nothing for patch in same}
-    return [
-        IdleChange(patch.key, "lora_cancelled")
+    found = [
+        IdleChange(patch.key, "lora_cancelled", source=patch.source)
         if id(patch) in cancelled and patch.key not in acted
-        else IdleChange(patch.key, *_why_idle(patch, zero.get(id(patch)), before, acted))
+        else IdleChange(patch.key, *_why_idle(patch, zero.get(id(patch)), before, acted), source=patch.source)
         for patch in applied.patches
+    ]
+    if not any(change.cause == _AS_BEFORE for change in found):
+        return found
+    were_idle = {(p.key, p.source) for p in (kept.patches if kept else ()) if p.state == "inactive"}
+    return [
+        change
+        for patch, change in zip(applied.patches, found, strict=True)
+        if patch.state != "inactive" or (patch.key, patch.source) not in were_idle
     ]
 
 
@@ -396,7 +434,7 @@ def _why_idle(
     if patch.cause is not None and not is_replaced:
         return f"lora_{patch.cause}", ""
     if patch.key in acted:
-        return "lora_as_before", ""
+        return _AS_BEFORE, ""
     if patch.strength == 0.0 and patch.adapter_type in _PRODUCTS - {"dora"}:  # merged so
         return "lora_strength_zero", ""
     dtype = attempt(lambda: _lost_in(patch, before)).value

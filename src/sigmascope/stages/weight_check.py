@@ -27,6 +27,7 @@ from sigmascope.probes.accelerators import has_float64
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_device, copy_to_host
 from sigmascope.probes.fingerprints import SAMPLE_SIZE, positions
+from sigmascope.probes.peft import NO_VALUES
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.probes.used_weight import UsedWeight, UsedWeights, is_quantised
 from sigmascope.stages.model_snapshot import parts_of
@@ -172,7 +173,13 @@ class _Layer:
             return Reading(None, detour)
         kept = self.looks.held.kept.get(self.key)
         acting = sort_patches(self.now).acting
-        unused = (p for p in self.now if p.cause == "bypassed" or (p in acting and p.state == "registered"))
+        unused = (
+            p
+            for p in self.now
+            if p.cause == "bypassed"
+            or p.state_reason == NO_VALUES
+            or (p in acting and p.state == "registered")
+        )
         waiting = next(unused, None)
         if waiting is not None:
             return Reading(None, waiting.state_reason)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
 from safetensors.torch import save_file
 from tests.stages.lora_application.test_random_programs import Tiny, file_of
 from tests.stages.lora_on_model.idle_loras import PLANTS, Plant
@@ -23,6 +24,45 @@ def test_first_sentence_names_the_reason(plant: Plant, tmp_path_factory: pytest.
     first = plant.findings(tmp_path_factory.mktemp("file"))[0]
     assert plant.reason in (first["id"], first["evidence"].get("reason"))
     assert re.search(plant.phrase, re.split(r"\.\s", first["message"])[0]), first["message"]
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_beside_one_that_acts_a_lora_that_is_off_is_told_by_its_name_and_once(tmp_path: Path) -> None:
+    model = Tiny().requires_grad_(False)
+    told = []
+    for name in "abc":
+        baseline = capture_lora_baseline(model, None)
+        model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["two"]), name)
+        model.set_adapter("a")
+        found = analyze_lora_application_results(baseline, model, None, model)
+        told.append({finding["id"]: finding["message"] for finding in found["findings"]})
+    assert told[0] == {}
+    for number, name in enumerate("bc", 1):
+        words = f"The LoRA {name} changes nothing: its adapter is not active on 1 weight."
+        assert told[number]["lora_not_active"] == words
+        assert "lora_as_before" in told[number]
+
+
+def test_factors_that_the_loader_found_no_values_for_are_told_as_such(tmp_path: Path) -> None:
+    """A state dict of PEFT's layers as it is: diffusers looks for the names without the adapter's."""
+    model = Tiny().requires_grad_(False)
+    state = {
+        f"transformer.{name.replace('.weight', '.default.weight')}": tensor
+        for name, tensor in file_of(model, 3).items()
+    }
+    save_file(state, tmp_path / "style.safetensors")
+    models = {"transformer": model}
+    baseline = capture_lora_baseline(models, None, tmp_path / "style.safetensors")
+    model.load_lora_adapter(str(tmp_path), weight_name="style.safetensors", low_cpu_mem_usage=True)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    found = analyze_lora_application_results(baseline, models, None, model)
+    assert found["effective"] is True
+    assert not [one for one in found["findings"] if one["id"] in ("lora_unreadable", "lora_changes_failed")]
+    first = found["findings"][0]
+    assert (first["id"], first["severity"]) == ("lora_not_loaded", "critical")
+    assert "has no values" in first["message"]
+    without = next(one for one in found["findings"] if one["id"] == "lora_without_values")
+    assert "3 changes are without values" in without["message"]
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
