@@ -280,6 +280,10 @@ _MODEL_METHODS: Final = (
 """Those of single models, diffusers' and transformers'."""
 _INJECTS: Final = "inject_adapter"
 """What `get_peft_model` and `inject_adapter_in_model` end in, a method of PEFT's tuners."""
+_LOADS_INTO_NEW: Final = "from_pretrained"
+_LOADS: Final = "load_adapter"
+"""Those of `PeftModel` that inject an adapter and then read its values from a file."""
+_FILE_OF_PEFT: Final = "adapter_model.safetensors"
 _TAKES_ADAPTERS: Final = "add_adapter"
 _MAKES_ADAPTERS: Final = (_TAKES_ADAPTERS, _INJECTS)
 _MOST_BYTES_READ: Final = 2**30
@@ -299,11 +303,17 @@ class LoraObserver(Observer):
 
     def start(self) -> None:
         """Hear PEFT, now or when it is imported."""
-        self.when_loaded(_INJECTS, "peft.tuners.tuners_utils", "BaseTuner", self._put_on)
+        self.when_loaded(_INJECTS, "peft.tuners.tuners_utils", "BaseTuner", self._put_on_tuner)
+        self.when_loaded(_LOADS, "peft.peft_model", "PeftModel", self._put_on_model)
 
-    def _put_on(self, kind: type) -> None:
+    def _put_on_tuner(self, kind: type) -> None:
         if _INJECTS in vars(kind):
             self.hook_attribute(kind, _INJECTS, self._before_injection)
+
+    def _put_on_model(self, kind: type) -> None:
+        for method in (_LOADS_INTO_NEW, _LOADS):
+            if method in vars(kind):
+                self.hook_attribute(kind, method, functools.partial(self._before_loading, method))
 
     def attach_class(self, kind: type) -> None:
         """Hear the methods of pipelines."""
@@ -324,6 +334,14 @@ class LoraObserver(Observer):
     def _before_injection(self, _tuner: object, args: Arguments, kwargs: Keywords) -> After | None:
         model = args[0] if args else kwargs.get("model")
         return None if self._models.get(model) is None else self._before(_INJECTS, model, (), {})
+
+    def _before_loading(self, method: str, target: object, args: Arguments, kwargs: Keywords) -> After | None:
+        """Of the model inside a `PeftModel`, or of that which one is made around."""
+        if method == _LOADS:
+            model = getattr(getattr(target, "base_model", None), "model", None)
+        else:
+            model, args = (args[0], args[1:]) if args else (kwargs.get("model"), args)
+        return None if self._models.get(model) is None else self._before(_LOADS, model, args, kwargs)
 
     def _before(self, method: str, target: object, args: Arguments, kwargs: Keywords) -> After | None:
         is_model = isinstance(target, nn.Module)
@@ -479,11 +497,11 @@ def _are_quickly_read(models: list[nn.Module]) -> bool:
 
 def lora_path(args: Arguments, kwargs: Keywords) -> str | None:
     """The local file that a loader is given; None for a name on the hub or a state dict."""
-    source = next(iter(args), kwargs.get("pretrained_model_name_or_path_or_dict"))
+    source = next(iter(args), kwargs.get("pretrained_model_name_or_path_or_dict", kwargs.get("model_id")))
     if not isinstance(source, str | os.PathLike):
         return None
     path = Path(source)
-    weight_name = kwargs.get("weight_name")
+    weight_name = kwargs.get("weight_name", _FILE_OF_PEFT)
     if path.is_dir() and isinstance(weight_name, str):
         path /= weight_name
     return str(path) if path.is_file() else None

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from copy import deepcopy
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.models.controlnets.multicontrolnet import MultiControlNetModel
-from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from tests.families import generate, make_pipeline
 from tests.integrations.diffusers.marks import left_behind
 from tests.integrations.diffusers.other_pipelines import controlnet
@@ -54,6 +55,37 @@ def test_an_adapter_that_is_made_is_a_stage(way: str, trained: bool) -> None:
     assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(norm_of(pipeline.unet), rel=1e-3)
     found = [(finding["id"], finding["severity"]) for finding in analysis["findings"]]
     assert found == ([] if trained else [("lora_untrained", "info")])
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "load_adapter"])
+def test_an_adapter_that_peft_loads_is_judged_by_the_values_of_its_file(way: str, tmp_path: Path) -> None:
+    """PEFT injects it first, with a B of zeros."""
+    pipeline, config = make_pipeline("sd15"), LoraConfig(r=2, target_modules=["to_q"])
+    for name in ("one", "two"):
+        trained = get_peft_model(deepcopy(pipeline.unet), config, name)
+        for key, parameter in trained.named_parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter) * ("lora_B" in key)
+        trained.save_pretrained(str(tmp_path))
+    before = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        model = PeftModel.from_pretrained(pipeline.unet, tmp_path / "one", "one")
+        if way == "load_adapter":
+            model.load_adapter(tmp_path / "two", "two")
+            model.set_adapter("two")
+            model.delete_adapter("one")
+        pipeline.unet = model
+        moved = not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), before)
+    stages = [stage for stage in run.record().walk() if stage.name == "lora_application"]
+    analysis = stages[0].facts["lora_application"]
+    assert analysis["effective"] is moved is True
+    assert "adapter_model.safetensors" in stages[0].facts["file"]
+    if way == "from_pretrained":
+        norm = norm_of(model)
+        assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(norm, rel=1e-3)
+    else:
+        assert [stage.facts["method"] for stage in stages[:2]] == ["load_adapter"] * 2
+        assert "lora_untrained" not in {one["id"] for one in stages[1].facts["lora_application"]["findings"]}
     assert left_behind() == []
 
 
