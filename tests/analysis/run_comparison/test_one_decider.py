@@ -6,6 +6,7 @@ The time of a part of a run is judged beside that of the whole (`run_comparison.
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,11 +14,13 @@ from typing import Any, Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 from tests.analysis.run_sets import of_parts, queued
 from typer.testing import CliRunner
 
 from sigmascope.analysis import two_samples
 from sigmascope.analysis.run_comparison import (
+    ALPHA,
     USUAL,
     Limits,
     check_regression,
@@ -378,6 +381,50 @@ def test_what_is_more_than_noise_but_allowed_is_not_called_noise() -> None:
     drifted = side({"a": 1.03}, 5)
     assert what_changed(drifted, old).headline == "Nothing differs beyond noise."
     assert {one.verdict for one in check_regression(drifted, old).figures} == {"same"}
+
+
+USUAL_PARTS: Final = {
+    "import": (4.0, 0.03),
+    "loading": (6.0, 0.05),
+    "text_encoding": (0.05, 0.08),
+    "latent_encoding": (0.3, 0.05),
+    "denoising": (5.0, 0.015),
+    "latent_decoding": (0.8, 0.03),
+    "safety_checker": (0.2, 0.06),
+}
+"""Seconds, and the standard deviation of each by itself as a share; the machine has one of 1 %, and drifts by 1.5 %."""
+
+
+def noisy_pair(rng: random.Random, runs: int, **slower: float) -> tuple[list[Run], list[Run]]:
+    """Two sides one after the other, some parts of the second slower."""
+    drift = rng.gauss(1, 0.015)
+
+    def run(minute: int, *, is_new: bool) -> Run:
+        speed = rng.gauss(1, 0.01) * (drift if is_new else 1.0)
+        parts: dict[str, float | list[float]] = {}
+        for name, (seconds, deviation) in USUAL_PARTS.items():
+            took = seconds * speed * rng.gauss(1, deviation) * (slower.get(name, 1.0) if is_new else 1.0)
+            parts[name] = took if name != "denoising" else [took / 20 * rng.gauss(1, 0.03) for _ in range(20)]
+        return of_parts(parts, minute=minute)
+
+    old = [run(minute, is_new=False) for minute in range(runs)]
+    return [run(runs + minute, is_new=True) for minute in range(runs)], old
+
+
+@pytest.mark.slow
+def test_seven_parts_raise_an_alarm_no_more_often_than_alpha() -> None:
+    rng = random.Random(5)
+    told = [states(*noisy_pair(rng, 5)) for _ in range(200)]
+    alarms = sum("changed" in one.values() and one["total"] != "changed" for one in told)
+    assert alarms <= binom.ppf(0.99, len(told), ALPHA)
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_a_tenth_slower_among_seven_is_found_and_never_denied() -> None:
+    rng = random.Random(0)
+    told = Counter(states(*noisy_pair(rng, 10, denoising=1.1))["denoising"] for _ in range(40))
+    assert told["changed"] >= 0.95 * 40
+    assert told["as before"] == 0
 
 
 PLANTED: Final[dict[str, tuple[list[Run], list[Run]]]] = {
