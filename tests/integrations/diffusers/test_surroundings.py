@@ -341,6 +341,28 @@ def test_no_function_of_a_library_is_taken_for_a_replaced_one(pipe: Any) -> None
         assert surroundings.surroundings_of(pipe)["library functions"] == "none"
 
 
+def test_a_function_that_is_replaced_between_two_looks_is_named_and_no_more_once_it_is_back(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named() -> str:
+        return surroundings.surroundings_of(pipe)["library functions"]
+
+    def faster(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self, args, kwargs
+
+    kind: Any = type(pipe.scheduler)
+    assert named() == "none"
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "step", faster)
+        assert named().startswith(f"{kind.__name__}.step by faster (test_surroundings.py:")
+        assert named().startswith(f"{kind.__name__}.step by faster")
+    assert named() == "none"
+    with monkeypatch.context() as patch:
+        patch.setattr(kind.step, "__code__", faster.__code__.replace(co_freevars=()))
+        assert named().startswith(f"{kind.__name__}.step by faster (test_surroundings.py:")
+    assert named() == "none"
+
+
 def test_no_text_on_a_pipeline_is_read(pipe: Any) -> None:
     with swapped(pipe, "vae_scale_factor", "a secret cat"):
         assert "secret" not in str(surroundings.surroundings_of(pipe))

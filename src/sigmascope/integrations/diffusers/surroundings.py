@@ -17,6 +17,7 @@ from itertools import chain, compress
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -321,12 +322,30 @@ def _in_libraries(pipeline: object, models: Mapping[str, nn.Module]) -> dict[str
     found: dict[str, int] = {}
     roots = _roots()
     for kind in kinds:
-        for name, held in list(vars(kind).items()):
-            _count(found, _replacement(f"{kind.__name__}.{name}", held, roots))
-    for place in modules:
+        for name in _replaced_in(kind, kind.__name__, roots):
+            _count(found, name)
+    for place in modules & sys.modules.keys():
         all_roots = roots if place in _OF_TORCH else (*roots, *_INSTALLED)
-        for name, held in list(vars(sys.modules[place]).items()) if place in sys.modules else ():
-            _count(found, _replacement(f"{place.rpartition('.')[2]}.{name}", held, all_roots))
+        for name in _replaced_in(sys.modules[place], place.rpartition(".")[2], all_roots):
+            _count(found, name)
+    return found
+
+
+_UNREPLACED: Final["WeakKeyDictionary[object, list[int]]"] = WeakKeyDictionary()
+"""By class and module what it held when nothing in it was replaced: the `id`s of all, and of its functions' code."""
+
+
+def _replaced_in(owner: object, called: str, roots: tuple[str, ...]) -> list[str]:
+    """What stands in the place of functions that a library's class or module holds; looked for again once it holds others."""
+    held = list(vars(owner).items())
+    of_functions = [value.__code__ for _, value in held if type(value) is FunctionType]
+    marks = [*map(id, chain.from_iterable(held)), *map(id, of_functions)]
+    if _UNREPLACED.get(owner) == marks:
+        return []
+    names = (_replacement(f"{called}.{name}", value, roots) for name, value in held)
+    found = [name for name in names if name is not None]
+    if not found:
+        _UNREPLACED[owner] = marks
     return found
 
 
