@@ -82,15 +82,16 @@ def multiplied(file: Path, copies: int) -> None:
         columns = [
             row[1]
             for row in writer.execute("PRAGMA table_info(runs)")
-            if row[1] not in ("number", "id", "started_at")
+            if row[1] not in ("number", "id", "started_at", "placed_at")
         ]
         names = ", ".join(columns)
         first = writer.execute("SELECT max(number) FROM runs").fetchone()[0]
         for copy in range(1, copies):
             year, month = 2025 - copy // 12, 1 + copy % 12
+            moment = f"'{year}-{month:02}' || substr(started_at, 8)"
             writer.execute(
-                f"INSERT INTO runs (number, id, started_at, {names}) SELECT number + {copy * first}, id || '-{first}-{copy}', "
-                f"'{year}-{month:02}' || substr(started_at, 8), {names} FROM runs WHERE number <= {first}"
+                f"INSERT INTO runs (number, id, started_at, placed_at, {names}) SELECT number + {copy * first}, "
+                f"id || '-{first}-{copy}', {moment}, {moment}, {names} FROM runs WHERE number <= {first}"
             )
             for table, column in (("loras", "lora"), ("records", "content")):
                 writer.execute(

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,44 @@ def test_from_one_store_to_another(store: Store, tmp_path: Path) -> None:
 
         def told(of: Store) -> dict[str, tuple[object, ...]]:
             return {
-                run.row.id: (run.row, run.source, run.tags, run.notes, of.record(run.number))
+                run.row.id: (run.row, run.source, run.tags, run.notes, run.placed_at, of.record(run.number))
                 for run in of.runs()
             }
 
         assert told(other) == told(store)
         assert take_in(other, [tmp_path / "runs.jsonl"]).known == done.added
+
+
+def test_a_run_of_a_wrong_clock_stands_in_another_store_where_it_stood(store: Store, tmp_path: Path) -> None:
+    for id, year in (("a", 2026), ("b", 2099), ("c", 1970)):
+        store.add(kept_run(id=id, started_at=f"{year}-03-01T00:00:00+00:00"), "watch")
+    write_runs(store, store.runs(), tmp_path / "runs.jsonl")
+    with open_store(f"{SQLITE}{tmp_path / 'other.db'}") as other:
+        take_in(other, [tmp_path / "runs.jsonl"])
+        assert [run.row.id for run in other.runs()] == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize("place", [None, "", "soon", 7, [], "9999-12-31T23:59:59.999999-23:00"])
+def test_a_place_that_is_none_is_not_taken_over(store: Store, tmp_path: Path, place: object) -> None:
+    line = json.loads(line_of(Exchanged(kept_run(id="a"), "watch")))
+    line["kept"]["placed_at"] = place
+    (tmp_path / "runs.jsonl").write_text(json.dumps(line))
+    assert take_in(store, [tmp_path / "runs.jsonl"]).added == ("a",)
+    assert store.runs()[0].placed_at == "2026-03-01T12:00:10.000000+00:00"
+
+
+def test_an_import_that_is_broken_off_is_gone_on_with(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "runs.jsonl").write_text("\n".join(line_of(Exchanged(kept_run(), "x")) for _ in range(5)))
+
+    def break_off(done: int, total: int, what: str) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        take_in(store, [tmp_path / "runs.jsonl"], progress=break_off)
+    assert store.count() == 2
+    done = take_in(store, [tmp_path / "runs.jsonl"])
+    assert (len(done.added), len(done.known)) == (3, 2)
 
 
 def test_a_file_of_a_watch_is_taken_in(store: Store, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """What the store keeps, finds and drops, and what it says of a database that it cannot use."""
 
+import json
 import os
 import sqlite3
 import stat
 import threading
+import zlib
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +19,11 @@ from tests.history.kept_runs import kept_run
 from sigmascope.errors import ConfigError, OtherRunError, StoreError
 from sigmascope.history import store as store_module
 from sigmascope.history.location import STORE, file_of, store_url
+from sigmascope.history.references import runs_of
 from sigmascope.history.store import Filters, Store, is_on_network, open_store
 from sigmascope.history.tables import METADATA
 from sigmascope.records.failures import OK
+from sigmascope.records.serialization import run_to_json
 
 
 def ids(store: Store, **filters: str) -> list[str]:
@@ -44,10 +48,18 @@ def test_the_same_run_is_kept_once_and_another_of_its_id_is_refused(store: Store
     assert store.count() == 1
 
 
-def test_the_newest_run_comes_first_whenever_it_was_kept(store: Store) -> None:
+def test_the_run_that_was_kept_last_comes_first(store: Store) -> None:
     for day in (2, 3, 1):
         store.add(kept_run(id=str(day), started_at=f"2026-03-0{day}T00:00:00+00:00"), "watch")
-    assert ids(store) == ["3", "2", "1"]
+    assert ids(store) == ["1", "3", "2"]
+
+
+def test_an_imported_run_stands_where_it_ended(store: Store) -> None:
+    for id, day, seconds in (("b", 2, 10.0), ("c", 3, 10.0), ("a", 1, 10.0), ("long", 1, 3 * 86_400.0)):
+        run = kept_run(id=id, started_at=f"2026-03-0{day}T00:00:00+00:00", seconds=seconds)
+        store.add(run, "import", imported=True)
+    store.add(kept_run(id="now", started_at="2026-03-01T00:00:00+00:00"), "watch")
+    assert ids(store) == ["now", "long", "c", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -442,11 +454,115 @@ def test_a_run_of_a_clock_that_was_set_forward_goes_in_its_turn(
     assert ids(store) == ["2026-03-03", "2026-03-02"]
 
 
+@pytest.mark.parametrize(
+    "moments",
+    [
+        ("2026-03-01", "2099-03-01", "2026-03-02"),
+        ("2026-03-01", "2026-03-02", "1970-01-01"),
+        ("2026-03-02", "2026-03-01"),  # of two machines with one store
+    ],
+)
+def test_the_last_run_is_the_one_that_was_kept_last_whatever_the_clock_says(
+    store: Store, monkeypatch: pytest.MonkeyPatch, moments: tuple[str, ...]
+) -> None:
+    kept_by_a_clock(store, monkeypatch, 9, *moments)
+    assert ids(store) == [*reversed(moments)]
+    [last] = runs_of("latest", store)
+    assert last.row.started_at.startswith(moments[-1])
+    assert [run.row.id for run in store.comparable_before(last, limit=9)] == [*reversed(moments[:-1])]
+    assert [point.id for point in store.points("seconds")] == [*moments]
+    assert store.prune(1, 10**9) == len(moments) - 1
+    assert ids(store) == [moments[-1]]
+
+
+def test_a_run_that_began_before_the_clock_was_set_is_the_last(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_by_a_clock(store, monkeypatch, 9, "2026-03-01")
+    monkeypatch.setattr(store_module, "_now", lambda: "2026-03-02T00:00:00.000000+00:00")
+    store.add(kept_run(id="board", started_at="1970-01-01T00:00:09+00:00"), "watch")
+    assert ids(store) == ["board", "2026-03-01"]
+
+
+def test_an_imported_run_from_the_future_stands_where_it_was_imported(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_now", lambda: "2026-03-01T00:00:00.000000+00:00")
+    store.add(kept_run(id="2099", started_at="2099-03-01T00:00:00+00:00"), "import", imported=True)
+    kept_by_a_clock(store, monkeypatch, 9, "2026-03-02")
+    assert ids(store) == ["2026-03-02", "2099"]
+
+
 def test_runs_that_come_from_another_store_go_by_their_own_age(store: Store) -> None:
     for year in ("2026", "2024", "2025"):  # all kept now
-        store.add(kept_run(id=year, started_at=f"{year}-03-02T00:00:00+00:00"), "watch")
+        store.add(kept_run(id=year, started_at=f"{year}-03-02T00:00:00+00:00"), "watch", imported=True)
     assert store.prune(2, 10**9) == 1
     assert ids(store) == ["2026", "2025"]
+
+
+def test_a_store_of_the_first_version_is_given_the_order_of_its_runs(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(store_module, "REVISION", "1")
+        with open_store():
+            pass
+    kept = [  # when each began and was kept; the third was imported
+        ("a", "2026-03-02", "2026-03-02"),
+        ("2099", "2099-03-03", "2026-03-03"),
+        ("import", "2026-03-01", "2026-03-04"),
+        ("1970", "1970-01-01", "1970-01-01"),
+        ("b", "2026-03-05", "2026-03-05"),
+    ]
+    row = "INSERT INTO runs (id, name, started_at, kept_at, source, outcome, seconds, generations, record_bytes) VALUES "
+    with closing(sqlite3.connect(file)) as writer:
+        for id, started, ended in kept:
+            times = [f"{day}T00:00:00.000000+00:00" for day in (started, ended)]
+            writer.execute(f"{row} (?, '', ?, ?, 'watch', 'ok', 1.5, 1, 9)", (id, *times))
+        writer.commit()
+    with open_store() as store:
+        assert ids(store) == ["b", "1970", "2099", "a", "import"]
+        store.add(kept_run(id="new"), "watch")
+        assert ids(store)[0] == "new"
+
+
+def test_a_run_is_known_again_though_another_version_wrote_it(store: Store, file: Path) -> None:
+    run = kept_run(id="a")
+    store.add(run, "watch")
+    with closing(sqlite3.connect(file)) as writer:
+        text = json.dumps(json.loads(run_to_json(run)), indent=1, sort_keys=True)  # the same, in other bytes
+        writer.execute("UPDATE records SET content = ?", (zlib.compress(text.encode()),))
+        writer.commit()
+    assert not store.add(run, "watch")
+
+
+def test_a_run_whose_record_is_damaged_is_not_known_again(store: Store, file: Path) -> None:
+    store.add(kept_run(id="a"), "watch")
+    with closing(sqlite3.connect(file)) as writer:
+        writer.execute("UPDATE records SET content = x'00'")
+        writer.commit()
+    with pytest.raises(OtherRunError, match="id a"):
+        store.add(kept_run(id="a"), "watch")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:p@secret@host/runs",
+        "postgresql://me:p@secret:word@host/runs",
+        "postgresql://me:p@sec/ret@host/runs",
+        "postgresql://me:p@secret?x@host/runs",
+        "postgresql://me:secret",
+        "postgresql://me:p@host:secret/runs",
+        "postgresql://[::secret/runs",
+    ],
+)
+def test_a_password_is_not_told_where_it_breaks_the_url(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Store(url)
+    told = f"{refused.value.message} {refused.value.hint} {refused.value.__cause__}"
+    assert "sec" not in told
+    assert "ret" not in told
 
 
 def test_a_password_is_not_told() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.history.kept_runs import kept_run
 from sigmascope.analysis.trend import Series
 from sigmascope.errors import ConfigError, StoreError
 from sigmascope.history.store import Filters, Point, Store
-from sigmascope.history.trends import comparable_before, in_order_of_running, trends, with_causes
+from sigmascope.history.trends import comparable_before, of_wrong_clocks, trends, with_causes
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
 from sigmascope.records.run import RUNS_BEFORE, AcceleratorFacts, Run
 
@@ -39,8 +40,9 @@ def times(count: int, level: float, seed: int = 0) -> list[float]:
 
 
 def keep(store: Store, runs: Sequence[Run]) -> None:
+    """As if each had been kept when it ended."""
     for run in runs:
-        store.add(run, "watch")
+        store.add(run, "watch", imported=True)
 
 
 def only(store: Store, figure: str = "time", **wanted: Any) -> Series:
@@ -179,30 +181,42 @@ def test_a_process_may_keep_one_per_cent_more_beside_a_device_too(store: Store) 
     assert only(store, "process peak").changes == ()
 
 
-def point(number: int, started: str, kept: str | None = None, source: str = "watch") -> Point:
-    moments = [f"2026-{moment}:00.000000+00:00" for moment in (started, kept or started)]
-    return Point(number, str(number), moments[0], moments[1], source, 1.0, ())
+def ended(*moments: str) -> list[Point]:
+    """Runs of a minute that ended at these moments, in the order of their places."""
+    began = [datetime.fromisoformat(f"{moment}:00+00:00") - timedelta(minutes=1) for moment in moments]
+    return [
+        Point(number, str(number), start.isoformat(), 60.0, f"{number:03}", 1.0, ())
+        for number, start in enumerate(began)
+    ]
 
 
-def test_a_run_from_the_future_stands_where_it_was_kept() -> None:
-    points = [point(1, "03-01T12:00"), point(2, "09-01T12:00", "03-02T12:00"), point(3, "03-03T12:00")]
-    ordered, wrong = in_order_of_running(points)
-    assert [one.number for one in ordered] == [1, 2, 3]
-    assert wrong == 1
+@pytest.mark.parametrize(
+    ("moments", "wrong"),
+    [
+        (["2026-03-01T12:00", "2026-09-01T12:00", "2026-03-03T12:00", "2026-03-04T12:00"], 1),
+        (["2026-03-01T12:00", "2026-03-02T12:00", "1970-01-01T00:00", "1970-01-01T00:09"], 2),
+        (["2026-03-01T12:00", "2099-03-02T12:00", "2026-03-02T12:00", "1970-01-01T00:09"], 2),
+        (["2026-03-01T12:01", "2026-03-01T12:00"], 0),  # two processes, not a wrong clock
+        (["2026-03-01T12:00", "2026-03-02T12:00"], 0),
+        ([], 0),
+    ],
+)
+def test_runs_that_a_clock_puts_elsewhere_are_counted(moments: list[str], wrong: int) -> None:
+    assert of_wrong_clocks(ended(*moments)) == wrong
 
 
-def test_a_clock_that_was_set_back_turns_no_order_over() -> None:
-    points = [point(1, "03-01T12:00"), point(2, "01-01T12:00"), point(3, "03-03T12:00")]
-    assert [one.number for one in in_order_of_running(points)[0]] == [1, 2, 3]
-    a_minute = [point(1, "03-01T12:01"), point(2, "03-01T12:00")]  # two processes, not a wrong clock
-    assert in_order_of_running(a_minute) == (a_minute[::-1], 0)
+def test_a_long_run_beside_short_ones_is_not_of_a_wrong_clock() -> None:
+    short = ended("2026-03-01T12:00", "2026-03-01T15:00")
+    long = Point(2, "2", "2026-03-01T09:00:00+00:00", 7 * 3600.0, "002", 1.0, ())
+    assert of_wrong_clocks([*short, long]) == 0
 
 
-def test_runs_that_were_imported_later_stand_where_they_ran() -> None:
-    points = [point(1, "03-05T12:00"), point(2, "03-01T12:00", "03-06T12:00", "import")]
-    ordered, wrong = in_order_of_running(points)
-    assert [one.number for one in ordered] == [2, 1]
-    assert wrong == 0
+def test_new_runs_that_are_kept_stand_where_they_were_kept(store: Store) -> None:
+    """Whatever their clock says: the history before them is the one that was kept before them."""
+    keep(store, [on_day(day, 10.0) for day in range(3)])
+    new = replace(on_day(0, 10.0), started_at="1970-01-01T00:00:00+00:00")
+    store.add(new, "watch")
+    assert len(comparable_before(store, [new])) == 3
 
 
 def test_a_record_that_is_gone_or_damaged_costs_the_causes_alone(store: Store) -> None:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +15,9 @@ from sigmascope.errors import ConfigError, OtherRunError, RecordError
 from sigmascope.files import atomic_path, reading_hint, reason_of
 from sigmascope.history.location import STORE
 from sigmascope.history.references import checked_tag
+from sigmascope.history.row import moment_in_utc
 from sigmascope.history.store import KeptRun, Store
+from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import dumps, load_run, loads, run_from_dict, run_to_dict
 
@@ -33,6 +36,7 @@ class Exchanged(NamedTuple):
     source: str
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    placed_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,18 @@ def write_runs(store: Store, runs: Sequence[KeptRun], path: Path) -> None:
     with atomic_path(path, private=True) as temporary, temporary.open("w", encoding="utf-8") as file:
         for kept in runs:
             file.write(
-                f"{line_of(Exchanged(store.record(kept.number), kept.source, kept.tags, kept.notes))}\n"
+                f"{line_of(Exchanged(store.record(kept.number), kept.source, kept.tags, kept.notes, kept.placed_at))}\n"
             )
 
 
 def line_of(exchanged: Exchanged) -> str:
     """The run as one line of JSON."""
-    kept = {"source": exchanged.source, "tags": list(exchanged.tags), "notes": list(exchanged.notes)}
+    kept = {
+        "source": exchanged.source,
+        "tags": list(exchanged.tags),
+        "notes": list(exchanged.notes),
+        "placed_at": exchanged.placed_at,
+    }
     return dumps({**run_to_dict(exchanged.run), KEPT: kept})
 
 
@@ -89,16 +98,29 @@ def from_line(text: str, source: str) -> Exchanged:
     tags, notes = (
         [value for value in kept.get(name) or () if isinstance(value, str)] for name in ("tags", "notes")
     )
-    return Exchanged(run, str(kept.get("source") or _SOURCE), tuple(map(checked_tag, tags)), tuple(notes))
+    source_of_run = str(kept.get("source") or _SOURCE)
+    return Exchanged(
+        run, source_of_run, tuple(map(checked_tag, tags)), tuple(notes), _moment(kept.get("placed_at"))
+    )
 
 
-def take_in(store: Store, paths: Sequence[Path], *, new_ids: bool = False) -> TakenIn:
+def _moment(value: object) -> str | None:
+    """As the store writes it; None: it is none."""
+    with suppress(ValueError, OverflowError):
+        return moment_in_utc(datetime.fromisoformat(value)) if isinstance(value, str) else None
+    return None
+
+
+def take_in(
+    store: Store, paths: Sequence[Path], *, new_ids: bool = False, progress: Progress = no_progress
+) -> TakenIn:
     """Add the runs of files to the store: each that can be read; what cannot is in the answer.
 
     Args:
         store: Where they go.
         paths: Files of `write_runs` or `Run.save`, or folders of them.
         new_ids: Whether each run gets an id of its own, so that it is added beside one that has its id.
+        progress: Told after each run how many are in the store now.
 
     Raises:
         StoreError: The store cannot be written.
@@ -111,12 +133,20 @@ def take_in(store: Store, paths: Sequence[Path], *, new_ids: bool = False) -> Ta
             for exchanged in runs_in(file):
                 run = replace(exchanged.run, id=uuid.uuid4().hex) if new_ids else exchanged.run
                 try:
-                    is_new = store.add(run, exchanged.source, tags=exchanged.tags, notes=exchanged.notes)
+                    is_new = store.add(
+                        run,
+                        exchanged.source,
+                        tags=exchanged.tags,
+                        notes=exchanged.notes,
+                        imported=True,
+                        placed_at=exchanged.placed_at,
+                    )
                 except OtherRunError as error:
                     refused[f"{file}: {run.id}"] = str(error)
                     is_whole = False
                 else:
                     (added if is_new else known).append(run.id)
+                    progress(len(added) + len(known), 0, file.name)
         except (RecordError, ConfigError) as error:
             refused[str(file)] = str(error)
             is_whole = False

@@ -4,10 +4,15 @@
 in which readers and a writer do not wait for each other; on a network file system, which has no shared memory, with a
 rollback journal. Each run is one transaction: it is in the store as a whole, or not at all.
 
+Runs stand in the order in which they were kept, and no clock turns it over: not one that was wrong for a day, nor those of two
+machines. Each run has a place, a moment that never lies before the one of a run that was kept earlier (`_place_of`). A run
+that was imported stands where it ended.
+
 Whatever the database refuses becomes a `StoreError` that says why in a word: locked, full, damaged, read-only, newer.
 """
 
 import itertools
+import json
 import os
 import random
 import sqlite3
@@ -17,9 +22,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import psutil
 from sqlalchemy import (
@@ -28,7 +33,6 @@ from sqlalchemy import (
     Connection,
     Engine,
     Select,
-    case,
     create_engine,
     delete,
     event,
@@ -48,7 +52,14 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from sigmascope.errors import ConfigError, NoSuchRunError, OtherRunError, SigmascopeError, StoreError
+from sigmascope.errors import (
+    ConfigError,
+    NoSuchRunError,
+    OtherRunError,
+    RecordError,
+    SigmascopeError,
+    StoreError,
+)
 from sigmascope.files import reason_of
 from sigmascope.history.location import KEEP, STORE, file_of, store_url
 from sigmascope.history.row import Row, moment_in_utc, row_of
@@ -58,6 +69,8 @@ from sigmascope.plain_text import printable
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import run_from_json, run_to_json
 from sigmascope.threads import ForkFirst, importing, is_fork_waiting
+
+Key = TypeVar("Key", int, str)
 
 MOST_RUNS: Final = 10_000
 MOST_BYTES: Final = 1_000_000_000
@@ -149,7 +162,12 @@ class Filters:
 
 
 class KeptRun(NamedTuple):
-    """A run as the store lists it, without its record."""
+    """A run as the store lists it, without its record.
+
+    Attributes:
+        number: Its key: of two runs of the same place, the later one has the larger.
+        placed_at: Its place among all runs.
+    """
 
     number: int
     row: Row
@@ -158,6 +176,12 @@ class KeptRun(NamedTuple):
     record_bytes: int
     tags: tuple[str, ...]
     notes: tuple[str, ...]
+    placed_at: str
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """By which runs are sorted, the oldest first."""
+        return self.placed_at, self.number
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
@@ -167,6 +191,7 @@ class KeptRun(NamedTuple):
             "tags": list(self.tags),
             "notes": list(self.notes),
             "kept_at": self.kept_at,
+            "placed_at": self.placed_at,
             "source": self.source,
             "record_bytes": self.record_bytes,
         }
@@ -183,10 +208,15 @@ class Point(NamedTuple):
     number: int
     id: str
     started_at: str
-    kept_at: str
-    source: str
+    seconds: float
+    placed_at: str
     value: int | float | None
     kind: tuple[Any, ...]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """By which runs are sorted, the oldest first."""
+        return self.placed_at, self.number
 
 
 @contextmanager
@@ -244,8 +274,8 @@ class Store:
                 f"The store {self.name} needs {missing.name}, which is not installed.",
                 hint=f"Install it with: {install_extra('postgres')}",
             ) from missing
-        except ArgumentError as error:
-            raise _no_store(error) from error
+        except ArgumentError:
+            raise _no_store(_UNREADABLE) from None
         if self.is_sqlite:
             event.listen(engine, "connect", self._set_up)
             event.listen(engine, "begin", _begin)
@@ -410,6 +440,8 @@ class Store:
         tags: Iterable[str] = (),
         notes: Iterable[str] = (),
         prune: bool = False,
+        imported: bool = False,
+        placed_at: str | None = None,
     ) -> bool:
         """Keep a run, in one transaction.
 
@@ -419,6 +451,8 @@ class Store:
             tags: Of it.
             notes: Of it.
             prune: Whether to drop the oldest runs above `MOST_RUNS` and `MOST_BYTES`, but for those with a tag.
+            imported: Whether it comes from elsewhere. Otherwise it ended just now.
+            placed_at: Of an imported run, its place there; None: it stands where it ended.
 
         Returns:
             False: this very run was there already.
@@ -438,13 +472,20 @@ class Store:
                 .where(RUNS.c.id == row.id)
             ).scalar()
             if known is not None:
-                if zlib.decompress(known) == zlib.decompress(content):
+                if _is_record_of(run, known):
                     return False
                 raise OtherRunError(
                     f"Another run with the id {row.id} is in the store.",
                     hint="Take it in with a new one: sigmascope runs import --new-id",
                 )
-            values = {"kept_at": _now(), "source": source, "record_bytes": len(content), **row.columns()}
+            now = _now()
+            values = {
+                "kept_at": now,
+                "placed_at": min(placed_at or ended_at(row), now) if imported else _place_of(connection, now),
+                "source": source,
+                "record_bytes": len(content),
+                **row.columns(),
+            }
             number = connection.execute(insert(RUNS).values(values).returning(RUNS.c.number)).scalar_one()
             connection.execute(insert(RECORDS).values(run=number, content=content))
             _insert_all(connection, LORAS, [{"run": number, "lora": lora} for lora in row.loras])
@@ -507,7 +548,7 @@ class Store:
         self, filters: Filters | None = None, *, limit: int | None = None, offset: int = 0
     ) -> list[KeptRun]:
         """The runs without their records, the newest first."""
-        chosen = _chosen(select(RUNS), filters).order_by(RUNS.c.started_at.desc(), RUNS.c.number.desc())
+        chosen = _chosen(select(RUNS), filters).order_by(*_NEWEST_FIRST)
         return self._listed(chosen.limit(None if limit is None else min(limit, sys.maxsize)).offset(offset))
 
     def runs_of_id(self, beginning: str, *, limit: int) -> list[KeptRun]:
@@ -528,7 +569,7 @@ class Store:
     def runs_of_numbers(self, numbers: Sequence[int]) -> list[KeptRun]:
         """The runs with these keys that are there, the oldest first."""
         chosen = select(RUNS).where(RUNS.c.number.in_(numbers))
-        return self._listed(chosen.order_by(RUNS.c.started_at, RUNS.c.number))
+        return self._listed(chosen.order_by(RUNS.c.placed_at, RUNS.c.number))
 
     def kept(self, run: Run) -> KeptRun:
         """What is kept of a run that is in the store.
@@ -546,17 +587,29 @@ class Store:
     def comparable_before(self, run: KeptRun, *, limit: int) -> list[KeptRun]:
         """The last whole runs before one that did the same kind of work on the same device, the newest first."""
         before = or_(
-            RUNS.c.started_at < run.row.started_at,
-            (RUNS.c.started_at == run.row.started_at) & (RUNS.c.number < run.number),
+            RUNS.c.placed_at < run.placed_at,
+            (RUNS.c.placed_at == run.placed_at) & (RUNS.c.number < run.number),
         )
         same = (RUNS.c[name].is_not_distinct_from(getattr(run.row, name)) for name in COMPARABLE)
         chosen = select(RUNS).where(before, RUNS.c.outcome == "ok", *same)
-        return self._listed(chosen.order_by(RUNS.c.started_at.desc(), RUNS.c.number.desc()).limit(limit))
+        return self._listed(chosen.order_by(*_NEWEST_FIRST).limit(limit))
+
+    def placed(self, rows: Sequence[Row]) -> list[KeptRun]:
+        """Runs where they stand in the store; one that is not kept, where it would stand if it were taken in now."""
+        ids = [row.id for row in rows]
+        kept = {
+            run.row.id: run
+            for some in _in_parts(ids)
+            for run in self._listed(select(RUNS).where(RUNS.c.id.in_(some)))
+        }
+        return [
+            kept.get(row.id) or KeptRun(sys.maxsize, row, "", "", 0, (), (), ended_at(row)) for row in rows
+        ]
 
     def points(
         self, column: str, filters: Filters | None = None, *, like: KeptRun | None = None
     ) -> list[Point]:
-        """One column of whole runs beside what tells which of them are comparable, in no order.
+        """One column of whole runs beside what tells which of them are comparable, the oldest first.
 
         Args:
             column: A number of the table `runs`, such as "seconds".
@@ -565,10 +618,11 @@ class Store:
         """
         same = [RUNS.c[name].is_not_distinct_from(getattr(like.row, name)) for name in COMPARABLE if like]
         kind = (RUNS.c[name] for name in (*COMPARABLE, "recipe"))
-        first = (RUNS.c.number, RUNS.c.id, RUNS.c.started_at, RUNS.c.kept_at, RUNS.c.source, RUNS.c[column])
+        first = [RUNS.c[name] for name in ("number", "id", "started_at", "seconds", "placed_at", column)]
         chosen = _chosen(select(*first, *kind), filters).where(RUNS.c.outcome == "ok", *same)
         with self._reading() as connection:
-            return [Point._make((*row[:6], tuple(row[6:]))) for row in connection.execute(chosen)]
+            points = [Point._make((*row[:6], tuple(row[6:]))) for row in connection.execute(chosen)]
+        return sorted(points, key=lambda point: point.place)
 
     def _listed(self, chosen: Select[Any]) -> list[KeptRun]:
         with self._reading() as connection:
@@ -587,6 +641,7 @@ class Store:
                 row["record_bytes"],
                 tags.get(row["number"], ()),
                 notes.get(row["number"], ()),
+                row["placed_at"],
             )
             for row in rows
         ]
@@ -666,6 +721,7 @@ COMPARABLE: Final = (
     "hardware",
 )
 """Columns that are equal in runs of the same kind of work: their times can be compared."""
+_NEWEST_FIRST: Final = (RUNS.c.placed_at.desc(), RUNS.c.number.desc())
 
 _REASONS: Final = (
     (_LOCKED, "is locked by another process", "Try again once that is done."),
@@ -681,6 +737,16 @@ _REASONS: Final = (
     ("no such table", "is damaged, or no store", "Move it away; a new one is made."),
     ("no such column", "is damaged, or no store", "Move it away; a new one is made."),
     ("unable to open", "cannot be opened", "Check the path and its permissions."),
+    ("authentication failed", "refuses the login", f"Check the user and the password in {STORE}."),
+    ("no password supplied", "refuses the login", f"Give the password in {STORE}, or in ~/.pgpass."),
+    ("no pg_hba.conf entry", "refuses the login", "Ask its administrator to let this machine in."),
+    (
+        "permission denied",
+        "may not be used by this user",
+        "Ask the owner of the database for the right to create tables in it.",
+    ),
+    ('role "', "refuses the login", f"Check the user in {STORE}."),
+    ('database "', "is not there", "Make the database with createdb, or check its name."),
     ("failed to resolve host", "does not answer", "Check the name of the server."),
     ("timeout expired", "does not answer", "Check that the server runs."),
     ("could not connect", "does not answer", "Check that the server runs."),
@@ -688,10 +754,13 @@ _REASONS: Final = (
     ("connection is bad", "does not answer", "Check that the server runs."),
 )
 """Words of a database, what they mean, and what to do."""
+_UNREADABLE: Final = "it cannot be read as a URL"
 
 
 def _checked(url: str) -> URL:
     """The URL of a file of SQLite, or of PostgreSQL by psycopg: nothing else keeps runs."""
+    if file_of(url) is None and url.partition("://")[2].partition(":")[2].count("@") > 1:
+        raise _no_store("an @ of a password is %40 in a URL")  # half of it would be taken for the host
     try:
         checked = make_url(url)
         if checked.drivername in ("postgres", "postgresql"):
@@ -699,8 +768,13 @@ def _checked(url: str) -> URL:
         backend = checked.get_backend_name()
         with importing():
             checked.get_dialect()
-    except (ArgumentError, NoSuchModuleError, ValueError) as error:
+    except NoSuchModuleError as error:
         raise _no_store(error) from error
+    except (
+        ArgumentError,
+        ValueError,
+    ):  # their words, and those of what they came from, may hold the password
+        raise _no_store(_UNREADABLE) from None
     if (backend, checked.drivername.partition("+")[2]) not in _BACKENDS:
         raise _no_store(f"{checked.drivername} is neither SQLite nor PostgreSQL by psycopg")
     if backend == "sqlite":
@@ -797,10 +871,10 @@ def _insert_all(connection: Connection, table: Any, rows: Sequence[Mapping[str, 
         connection.execute(insert(table), list(rows))
 
 
-def _in_parts(numbers: Sequence[int], size: int = 500) -> Iterator[Sequence[int]]:
+def _in_parts(keys: Sequence[Key], size: int = 500) -> Iterator[Sequence[Key]]:
     """In parts that fit a statement."""
-    for start in range(0, len(numbers), size):
-        yield numbers[start : start + size]
+    for start in range(0, len(keys), size):
+        yield keys[start : start + size]
 
 
 def _of_runs(
@@ -850,12 +924,8 @@ def _prune(connection: Connection, most_runs: int, most_bytes: int) -> int:
     if count <= most_runs and nbytes <= most_bytes:
         return 0
     untagged = ~exists().where(TAGS.c.run == RUNS.c.number)
-    placed = _by_age().subquery()
     oldest = (
-        select(RUNS.c.number, RUNS.c.record_bytes)
-        .join(placed, placed.c.number == RUNS.c.number)
-        .where(untagged)
-        .order_by(placed.c.moment, RUNS.c.number)
+        select(RUNS.c.number, RUNS.c.record_bytes).where(untagged).order_by(RUNS.c.placed_at, RUNS.c.number)
     )
     removed: list[int] = []
     for number, size in connection.execute(oldest):
@@ -868,19 +938,26 @@ def _prune(connection: Connection, most_runs: int, most_bytes: int) -> int:
     return len(removed)
 
 
-def _by_age() -> Select[Any]:
-    """Of each run the moment by which it grows old: its start, unless its clock was wrong.
+def _is_record_of(run: Run, content: bytes) -> bool:
+    """Whether a record is that of a run, whichever version wrote it. One that is damaged is not."""
+    with suppress(zlib.error, ValueError, RecordError):
+        text, written = run_to_json(run), _unpacked(content).decode()
+        return text == written or json.loads(text) == json.loads(run_to_json(run_from_json(written)))
+    return False
 
-    A run that was kept after another, but earlier by the clock, is as old as the other: so it is not the first to go. Nor does
-    one stay for ever that began after it was kept.
-    """
-    so_far = func.max(RUNS.c.kept_at).over(order_by=RUNS.c.number, rows=(None, 0))
-    moment = case(
-        (RUNS.c.kept_at < so_far, so_far),
-        (RUNS.c.started_at > RUNS.c.kept_at, RUNS.c.kept_at),
-        else_=RUNS.c.started_at,
-    )
-    return select(RUNS.c.number, moment.label("moment"))
+
+def _place_of(connection: Connection, now: str) -> str:
+    """The place of a run that ended just now: behind all that were kept before, whatever this machine's clock says."""
+    newest = connection.execute(select(func.max(RUNS.c.placed_at))).scalar()
+    return now if newest is None else max(now, newest)
+
+
+def ended_at(row: Row) -> str:
+    """When a run ended, by its own clock: the place of one that comes from elsewhere."""
+    try:
+        return moment_in_utc(datetime.fromisoformat(row.started_at) + timedelta(seconds=row.seconds))
+    except OverflowError:  # beyond the last year
+        return row.started_at
 
 
 def _unpacked(content: bytes) -> bytes:

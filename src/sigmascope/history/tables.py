@@ -18,7 +18,7 @@ from sqlalchemy import (
     Text,
 )
 
-REVISION: Final = "1"
+REVISION: Final = "2"
 """Of these tables: the last step in `migrations`."""
 METADATA: Final = MetaData()
 
@@ -49,9 +49,20 @@ RUNS: Final = Table(
     Column("peak_bytes", BigInteger),
     Column("version", Text),
     Column("record_bytes", BigInteger, nullable=False),
+    Column("placed_at", Text, nullable=False, server_default=""),
     # With what one filters by: a database reads it from here, and looks up only the rows that it gives.
-    Index("runs_by_time", "started_at", "number", "pipeline", "model", "outcome", "source", "recipe"),
-    Index("runs_by_pipeline", "pipeline", "started_at"),
+    Index(
+        "runs_by_place",
+        "placed_at",
+        "number",
+        "started_at",
+        "pipeline",
+        "model",
+        "outcome",
+        "source",
+        "recipe",
+    ),
+    Index("runs_by_pipeline", "pipeline", "placed_at"),
 )
 
 RECORDS: Final = Table(

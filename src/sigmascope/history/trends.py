@@ -5,10 +5,13 @@ come from the store's rows, a hundred thousand at once; the figures that no row 
 the last runs. Why something changed is in the records on both sides of the place.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
+from itertools import accumulate
 from typing import Any, Final
 
 from sigmascope.analysis.memory import held_less_before
@@ -18,7 +21,7 @@ from sigmascope.analysis.run_figures import PROCESS_PEAK, Unit, figures_of, time
 from sigmascope.analysis.trend import MOST_BEFORE, Series, SeriesRun, ToldChange, is_value, trend_of
 from sigmascope.analysis.what_changed import causes_in_words
 from sigmascope.errors import ConfigError, StoreError
-from sigmascope.history.row import moment_in_utc, row_of
+from sigmascope.history.row import row_of
 from sigmascope.history.store import COMPARABLE, Filters, KeptRun, Point, Store
 from sigmascope.records.run import Run
 
@@ -36,8 +39,8 @@ MOST_BESIDE: Final = 10
 _PROCESS: Final = Limits(bytes=MAX_GROWTH)
 """Allocators of processes keep 1 % more or less."""
 _NO_WHOLE: Final = "the runs of one side have no time that can be one"
-_WRONG_CLOCK: Final = timedelta(hours=1)
-_IMPORTED: Final = "import"
+_WRONG_SECONDS: Final = 3600.0
+"""Clocks of machines differ, and runs go on side by side."""
 
 
 def trends(
@@ -73,7 +76,7 @@ def trends(
     for point in points:
         kinds.setdefault(point.kind if by_recipe else point.kind[:-1], []).append(point)
     timed = [of_kind for of_kind in kinds.values() if any(is_value(point.value) for point in of_kind)]
-    timed.sort(key=lambda of_kind: max(point.started_at for point in of_kind), reverse=True)
+    timed.sort(key=lambda of_kind: of_kind[-1].place, reverse=True)
     return [_series(figure, unit, of_kind) for of_kind in timed[:most]]
 
 
@@ -94,36 +97,35 @@ def comparable_before(store: Store, runs: Sequence[Run]) -> list[Run]:
             f"The runs differ in {', '.join(differing)}." if kinds else "There are no runs to check.",
             hint="Check runs of one kind of work at a time.",
         )
-    first = min(rows, key=lambda row: row.started_at)
-    beginning = KeptRun(0, first, "", "", 0, (), ())
+    first = min(store.placed(rows), key=lambda run: run.place)
     ids = {row.id for row in rows}
-    found = store.comparable_before(beginning, limit=MOST_BEFORE + len(rows))
+    found = store.comparable_before(first, limit=MOST_BEFORE + len(rows))
     kept = [run for run in found if run.row.id not in ids][:MOST_BEFORE]
     if not kept:
         raise StoreError(
-            f"No run like {first.id} was kept before it: of the same pipeline, model, size, steps and device.",
+            f"No run like {first.row.id} was kept before it: of the same pipeline, model, size, steps and device.",
             hint="List what is kept with sigmascope runs.",
         )
     return [store.record(run.number) for run in reversed(kept)]
 
 
 def _series(figure: str, unit: Unit, points: Sequence[Point]) -> Series:
-    ordered, wrong = in_order_of_running(points)
     timed = tuple(
         SeriesRun(point.number, point.id, point.started_at, float(point.value))
-        for point in ordered
+        for point in points
         if point.value is not None and is_value(point.value)
     )
-    recipes = {point.kind[-1] for point in ordered}
-    kind = dict(zip(COMPARABLE, ordered[-1].kind, strict=False))
+    recipes = {point.kind[-1] for point in points}
+    kind = dict(zip(COMPARABLE, points[-1].kind, strict=False))
     limits = _PROCESS if unit == "bytes" and _is_of_process(figure, kind["device"]) else USUAL
     trend = trend_of([run.value for run in timed], unit, limits=limits)
     if len(recipes) == 1:
-        kind["recipe"] = ordered[-1].kind[-1]
+        kind["recipe"] = points[-1].kind[-1]
     told = tuple(
         ToldChange(change, timed[change.at].id, timed[change.at].started_at) for change in trend.changes
     )
-    return Series(figure, unit, kind, timed, trend, told, len(ordered) - len(timed), wrong, len(recipes))
+    left_out, wrong = len(points) - len(timed), of_wrong_clocks(points)
+    return Series(figure, unit, kind, timed, trend, told, left_out, wrong, len(recipes))
 
 
 def _is_of_process(figure: str, device: str | None) -> bool:
@@ -131,33 +133,34 @@ def _is_of_process(figure: str, device: str | None) -> bool:
     return figure == PROCESS_PEAK or (figure == "peak" and (device is None or device.startswith("cpu")))
 
 
-def in_order_of_running(points: Iterable[Point]) -> tuple[list[Point], int]:
-    """Points by the start of their runs, and how many have one that cannot be: those stand where they were kept.
+def of_wrong_clocks(points: Sequence[Point]) -> int:
+    """How many of the runs that stand in this order a clock puts elsewhere, by more than an hour.
 
-    A run cannot begin after it was kept. And where a run was kept after another, but an hour or more earlier by the clock,
-    that was set back: the run stands behind the other. Runs that were imported are not kept in the order in which they ran.
+    These are as few as one can leave out so that the others ended one after another. A run that ended in 2099 is one, and not
+    the thousand that were kept after it.
     """
-    placed: list[tuple[str, int, Point]] = []
-    latest, wrong = "", 0
-    for point in sorted(points, key=lambda point: point.number):
-        moment = point.started_at
-        if moment > point.kept_at and moment > _later(point.kept_at):
-            moment, wrong = point.kept_at, wrong + 1
-        elif point.source != _IMPORTED and _later(point.kept_at) < latest:
-            moment, wrong = latest, wrong + 1
-        if point.source != _IMPORTED:
-            latest = max(latest, point.kept_at)
-        placed.append((moment, point.number, point))
-    return [point for _, _, point in sorted(placed, key=lambda item: item[:2])], wrong
+    ends = [_end(point) for point in points]
+    latest = [-math.inf, *accumulate(ends, max)][:-1]
+    earliest = [math.inf, *accumulate(reversed(ends), min)][::-1][1:]
+    doubtful = [
+        end // _WRONG_SECONDS
+        for end, before, after in zip(ends, latest, earliest, strict=True)
+        if end < before - _WRONG_SECONDS or end > after + _WRONG_SECONDS
+    ]
+    rising: list[float] = []  # the smallest end of a rising row of each length
+    for hour in doubtful:
+        at = bisect_right(rising, hour)
+        rising[at : at + 1] = [hour]
+    return len(doubtful) - len(rising)
 
 
-def _later(moment: str) -> str:
-    return moment_in_utc(datetime.fromisoformat(moment) + _WRONG_CLOCK)
+def _end(point: Point) -> float:
+    return datetime.fromisoformat(point.started_at).timestamp() + point.seconds
 
 
 def _of_records(store: Store, figure: str, points: Sequence[Point]) -> tuple[list[Point], Unit]:
     """The last points with a value from their records."""
-    latest = in_order_of_running(points)[0][-_MOST_RECORDS:]
+    latest = points[-_MOST_RECORDS:]
     found: list[Point] = []
     unit: Unit = "seconds"
     known: set[str] = set()

@@ -160,7 +160,7 @@ class RunsPages:
                 chosen.insert(0, before[0])
             if chosen[0].number == chosen[1].number:
                 raise Refusal(422, "Both are the same run.", "Tick two runs in the list.")
-            chosen.sort(key=lambda run: (run.row.started_at, run.number))
+            chosen.sort(key=lambda run: run.place)
             records: list[Run] = [store.record(run.number) for run in chosen]
         return {
             **report_view(private_runs(records, self.prompts), with_json=False),

@@ -146,7 +146,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             evil = replace(
                 run_that_holds(text), id=f"{text} {id(text)}", started_at="2026-02-01T00:00:00+00:00"
             )
-            store.add(evil, "watch", notes=[text])
+            store.add(evil, "watch", notes=[text], imported=True)
     started = Server(folder, "--prompts", "full")
     yield started
     started.end()

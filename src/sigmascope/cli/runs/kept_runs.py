@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope import units
-from sigmascope.cli.console import Console, facts, plain, print_json, say, table
+from sigmascope.cli.console import Console, facts, plain, print_json, progress_bar, say, table
 from sigmascope.cli.options import AsJson, Full, option_groups
 from sigmascope.errors import ConfigError
 from sigmascope.files import require_writable
@@ -365,8 +365,20 @@ def import_runs(
     from sigmascope.history.keeper import unkept_files
 
     waiting = [] if paths else unkept_files()
-    with _store(create=True) as store:
-        done = take_in(store, paths or waiting, new_ids=new_id)
+    with _store(create=True) as store, progress_bar("Taking in") as show:
+        so_far = 0
+
+        def progress(done: int, total: int, what: str) -> None:
+            nonlocal so_far
+            so_far = done
+            show(done, total, what)
+
+        try:
+            done = take_in(store, paths or waiting, new_ids=new_id, progress=progress)
+        except KeyboardInterrupt:
+            rest = "" if new_id else "; the same command takes in the rest"
+            say(f"Stopped. {units.counted(so_far, 'run')} taken in so far{rest}", err=True)
+            raise
     for file in set(waiting) & set(done.files):
         file.unlink(missing_ok=True)
     if as_json:
