@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -30,12 +31,13 @@ def postgres_server() -> Iterator[Path]:
     process = subprocess.Popen([PROGRAMS / "postgres", "-D", data, *settings], **run)  # type: ignore[call-overload]
     try:
         until = time.monotonic() + 60
-        while not (folder / ".s.PGSQL.5432").exists():
+        ready = [PROGRAMS / "pg_isready", "-q", "-h", folder, "-d", "postgres"]  # its socket is there before
+        while subprocess.run(ready, check=False, **run).returncode:  # type: ignore[call-overload]
             assert time.monotonic() < until
             assert process.poll() is None
             time.sleep(0.05)
         yield folder
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # it waits for no connection that a test left open
         process.wait(60)
         shutil.rmtree(folder)

@@ -305,7 +305,18 @@ def test_a_closed_file_beside_the_store_is_named(
     monkeypatch.setattr(os, "access", lambda path, mode: path != shared)
     with pytest.raises(StoreError) as refused, store._told():
         raise OperationalError("", {}, sqlite3.OperationalError("attempt to write a readonly database"))
-    assert refused.value.hint == f"Check the permissions of {shared}."
+    assert f"Check the permissions of {shared};" in refused.value.hint
+
+
+def test_a_store_on_a_disk_that_is_mounted_read_only_says_so(
+    store: Store, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite cannot make the file that readers share there, and only says that it is unable to open the store."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(StoreError, match="is read-only") as refused, store._told():
+        raise OperationalError("", {}, sqlite3.OperationalError("unable to open database file"))
+    assert str(file) in refused.value.hint
+    assert "copy" in refused.value.hint
 
 
 def test_a_disk_without_room_for_what_readers_share_is_full(store: Store) -> None:
@@ -555,11 +566,14 @@ def test_a_run_whose_record_is_damaged_is_not_known_again(store: Store, file: Pa
         "postgresql://me:secret",
         "postgresql://me:p@host:secret/runs",
         "postgresql://[::secret/runs",
+        "postgresql:/me:secret@host/runs",
+        "postgresql+psycopg:me:secret@host/runs",
+        "postgres:me:secret",
     ],
 )
 def test_a_password_is_not_told_where_it_breaks_the_url(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Store(url)
+        Store(store_url({STORE: url}))
     told = f"{refused.value.message} {refused.value.hint} {refused.value.__cause__}"
     assert "sec" not in told
     assert "ret" not in told

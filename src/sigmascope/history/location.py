@@ -1,6 +1,7 @@
 """Where runs are kept, and whether: what the environment says. No SQL here, since each watched process asks."""
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ SQLITE: Final = "sqlite:///"
 IN_MEMORY: Final = ":memory:"
 """SQLite's name of a database that ends with the process."""
 _FILE: Final = "runs.db"
+_MISTYPED: Final = re.compile(r"(?:postgres|postgresql|sqlite)(?:\+\w+)?:(?!//)")
+"""How a URL begins that lacks a slash: it may hold a password, and is no path."""
 
 
 def is_kept(environment: Mapping[str, str] = os.environ) -> bool:
@@ -29,7 +32,7 @@ def store_url(environment: Mapping[str, str] = os.environ) -> str:
     named = environment.get(STORE, "").strip()
     if not named:
         return url_of_file(data_folder() / _FILE)
-    if "://" not in named:
+    if "://" not in named and _MISTYPED.match(named) is None:
         return f"{SQLITE}{IN_MEMORY}" if named == IN_MEMORY else url_of_file(_whole(named))
     file = file_of(named)
     scheme, separator, path = named.partition(":///")

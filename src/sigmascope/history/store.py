@@ -79,6 +79,8 @@ _WAIT_SECONDS: Final = 10.0
 """For another process that writes."""
 _READ_ONLY: Final = "readonly"
 """Of SQLite's words: it may not write."""
+_UNABLE: Final = "unable to open"
+"""Of SQLite's words: of a file that is there, it may not make the ones beside it that readers share."""
 _BACKENDS: Final = (("sqlite", ""), ("sqlite", "pysqlite"), ("postgresql", "psycopg"))
 """Databases and drivers that a store can be of."""
 _NO_ROOM_TO_SHARE: Final = "SQLITE_IOERR_SHMSIZE"
@@ -328,8 +330,10 @@ class Store:
             words = f"{words}: disk is full"
         for part, reason, hint in _REASONS:
             if part in words:
-                closed = self._closed_files() if part == _READ_ONLY else ""
-                hint = f"Check the permissions of {closed}." if closed else hint
+                closed = self._closed_files() if part in (_READ_ONLY, _UNABLE) else ""
+                if closed:
+                    reason = "is read-only"
+                    hint = f"Check the permissions of {closed}; or copy the store to where you may write, and name the copy."
                 return StoreError(f"The store of runs {self.name} {reason} ({words}).", hint=hint)
         return StoreError(f"The store of runs {self.name} cannot be used ({words}).", hint="Check the store.")
 
@@ -736,7 +740,7 @@ _REASONS: Final = (
     ("malformed", "is damaged", "Move it away; a new one is made. What sqlite3 .recover saves can be read."),
     ("no such table", "is damaged, or no store", "Move it away; a new one is made."),
     ("no such column", "is damaged, or no store", "Move it away; a new one is made."),
-    ("unable to open", "cannot be opened", "Check the path and its permissions."),
+    (_UNABLE, "cannot be opened", "Check the path and its permissions."),
     ("authentication failed", "refuses the login", f"Check the user and the password in {STORE}."),
     ("no password supplied", "refuses the login", f"Give the password in {STORE}, or in ~/.pgpass."),
     ("no pg_hba.conf entry", "refuses the login", "Ask its administrator to let this machine in."),
