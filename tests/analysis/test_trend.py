@@ -154,6 +154,13 @@ def test_what_went_up_and_came_down_is_two_changes() -> None:
     assert trend_of(values, "seconds").level == pytest.approx(10.0, rel=0.01)
 
 
+@pytest.mark.parametrize("back", range(1, 7))
+def test_a_change_stays_told_while_the_first_runs_are_back(back: int) -> None:
+    """Two were taken for a series that jumps, and the third for a change: in between it had never been slower."""
+    values = gaussian(30, 1) + gaussian(12, 2, 12.0) + gaussian(back, 3)
+    assert places(values) == [30, 42][: 1 + (back > 2)]
+
+
 def test_values_without_any_variance() -> None:
     assert places([10.0] * 100) == []
     assert places([20 * GIB] * 30 + [20.25 * GIB] * 3, "bytes") == [30]

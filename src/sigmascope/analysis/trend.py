@@ -155,7 +155,7 @@ class Series:
         trend: Of the values.
         changes: The change points of the trend.
         left_out: How many runs have no value.
-        wrong_clocks: How many runs have a start that cannot be, and stand where they were kept.
+        wrong_clocks: How many runs their clock puts elsewhere than where they stand.
         recipes: How many recipes they have.
     """
 
@@ -269,6 +269,8 @@ def _jumps(values: Sequence[float], places: Sequence[int]) -> set[int]:
     for index, at in enumerate(places, 1):
         old = values[max(bounds[index - 1], at - MOST_BEFORE) : at]
         new = values[at : min(bounds[index + 1], at + MOST_BEFORE)]
+        if index == len(places):
+            new = _without_what_may_begin(new, median(old))
         if _gone(new, median(new), median(old)) > max(1, len(new) // _BEYOND):
             found.add(at)
         elif index < len(places) and len(new) < _WINDOWS[-1]:
@@ -279,6 +281,16 @@ def _jumps(values: Sequence[float], places: Sequence[int]) -> set[int]:
             if is_back and _near(around, median(around), median(new)) > len(around) // _NEAR:
                 found |= {at, back}
     return found
+
+
+def _without_what_may_begin(new: Sequence[float], old: float) -> Sequence[float]:
+    """The last level without its last runs that went back to the old one, where they may be the first of a change back.
+
+    They are too few to tell, and the level before them stood long enough to be one.
+    """
+    level = median(new)
+    count = next((count for count, value in enumerate(reversed(new)) if not _gone([value], level, old)), 0)
+    return new[: len(new) - count] if count < FEWEST_NEW and len(new) - count >= _WINDOWS[-1] else new
 
 
 def _gone(values: Sequence[float], begin: float, end: float) -> int:

@@ -103,7 +103,7 @@ def notes(series: Series) -> list[str]:
         said.append(f"{counted(series.left_out, 'run')} without a value left out")
     if series.wrong_clocks:
         said.append(
-            f"{counted(series.wrong_clocks, 'run')} of a clock that was wrong, placed where they were kept"
+            f"{counted(series.wrong_clocks, 'run')} of a clock that was wrong: runs stand in the order in which they were kept"
         )
     if series.recipes > 1:
         said.append(f"{series.recipes} recipes; --by_recipe parts them")

@@ -236,6 +236,17 @@ def test_two_ticks_lead_to_a_comparison(show: Callable[..., Any]) -> None:
     assert page.inner_text("h1").startswith("2 runs, compared with")
 
 
+def test_fields_say_what_the_list_shows_after_going_back(show: Callable[..., Any]) -> None:
+    page = show("runs")
+    page.fill("#f-tag", "before")
+    page.get_by_role("button", name="Filter").click()
+    page.wait_for_url(re.compile("tag=before"))
+    page.go_back()
+    page.wait_for_url(re.compile("runs$"))
+    assert page.locator("tbody tr").count() > 1
+    assert page.input_value("#f-tag") == ""
+
+
 def test_keys_are_enough(show: Callable[..., Any]) -> None:
     page = show("runs")
     page.keyboard.press("Tab")
