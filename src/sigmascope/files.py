@@ -243,7 +243,7 @@ def _leftovers(target: Path) -> list[Path]:
         _log.debug("%s cannot be searched for leftovers: %s", target.parent, error)
         return []
     matches = [match for name in names if (match := pattern.fullmatch(name))]
-    gone = [target.with_name(match[0]) for match in matches if not psutil.pid_exists(int(match[1]))]
+    gone = [target.with_name(match[0]) for match in matches if has_ended(int(match[1]))]
     return [file for file in gone if _is_abandoned(file)]
 
 
@@ -267,6 +267,19 @@ def _is_abandoned(file: Path) -> bool:
         return time.time() - file.stat().st_mtime > _DAY_SECONDS
     except OSError as error:
         _log.debug("%s cannot be looked at: %s", file, error)
+        return False
+
+
+def has_ended(process_id: int) -> bool:
+    """Whether a process of this machine is over.
+
+    One that was killed stays in the list of processes until its parent asks how it ended, and some parents never do.
+    """
+    try:
+        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, ValueError, OverflowError):  # the last two: no number of a process
+        return True
+    except (psutil.Error, OSError):  # another user's
         return False
 
 

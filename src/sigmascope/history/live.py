@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
-import psutil
-
+from sigmascope.files import has_ended
 from sigmascope.history.location import is_kept, live_folder, store_url
 from sigmascope.threads import own_thread
 
@@ -211,7 +210,7 @@ def live_runs(url: str) -> list[LiveRun]:
         live = _read(file)
         if live is None:
             continue
-        if live.host == socket.gethostname() and not psutil.pid_exists(live.process_id):
+        if live.host == socket.gethostname() and has_ended(live.process_id):
             with suppress(OSError):
                 file.unlink()
         elif time.time() - live.told_at <= LONGEST_SILENCE_SECONDS:

@@ -14,10 +14,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-import psutil
-
 from sigmascope.errors import ConfigError
-from sigmascope.files import atomic_path
+from sigmascope.files import atomic_path, has_ended
 from sigmascope.installation import install_extra
 from sigmascope.records.performance import RequestRecord
 from sigmascope.records.prompts import PromptPrivacy
@@ -283,7 +281,7 @@ _OF_LIVING: Final = re.compile(r"gauge_live[a-z]*_([0-9]{1,9})\.db")
 def _is_of_the_dead(file: str) -> bool:
     """Whether a file holds what only living processes count for, of one that has ended."""
     named = _OF_LIVING.fullmatch(file)
-    return named is not None and not psutil.pid_exists(int(named[1]))
+    return named is not None and has_ended(int(named[1]))
 
 
 _shared: Metrics | None = None

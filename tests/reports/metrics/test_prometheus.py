@@ -180,6 +180,15 @@ def test_a_worker_that_was_killed_serves_no_requests(shared: Path) -> None:
     assert value(read, "peak_memory_bytes") == 3
 
 
+def test_a_worker_that_was_killed_serves_no_requests_before_its_parent_asks(shared: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        count_into(shared, f"gauge_livesum_{worker.pid}.db", "sigmascope_requests_in_flight", 3.0)
+        assert value(told(), "requests_in_flight") == 3
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        assert value(told(), "requests_in_flight") is None
+
+
 @pytest.mark.parametrize("bad", [b"", b"\x10", b"\x00\x10\x00\x00" + b"\xff" * 60, None])
 def test_a_file_that_cannot_be_read_costs_its_own_counts_alone(shared: Path, bad: bytes | None) -> None:
     count_into(shared, "counter_1.db", "sigmascope_disconnects_total", 4.0)

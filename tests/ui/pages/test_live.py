@@ -67,6 +67,8 @@ def test_without_one_the_page_says_how_to_start(browser: TestClient) -> None:
         {"told_at": time.time() - 3600, "host": "elsewhere"},
         {"process_id": 2**22 + 1},
         {"process_id": "x"},
+        {"process_id": -1},
+        {"process_id": 10**30},
         {"step_seconds": "x"},
         {"step_seconds": ["x"]},
         {"name": "x" * 70_000},
