@@ -129,6 +129,8 @@ def test_a_store_that_is_taken_for_a_file_of_runs_is_told_how_to_export(store: S
 def test_a_file_that_is_not_there_is_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="does not exist"):
         take_in(store, [tmp_path / "none.jsonl"])
+    [reason] = take_in(store, [tmp_path / f"{'x' * 300}.jsonl"]).refused.values()
+    assert "cannot be read" in reason
 
 
 def test_a_store_that_fails_is_no_matter_of_one_file(

@@ -18,6 +18,7 @@ from tests.history.kept_runs import kept_run
 
 from sigmascope.errors import ConfigError, OtherRunError, StoreError
 from sigmascope.history import store as store_module
+from sigmascope.history.live import live_runs
 from sigmascope.history.location import STORE, file_of, store_url
 from sigmascope.history.references import runs_of
 from sigmascope.history.store import Filters, Store, is_on_network, open_store
@@ -290,6 +291,17 @@ def test_another_program_s_database_is_no_store(file: Path) -> None:
 def test_a_folder_is_no_store(file: Path) -> None:
     file.mkdir(parents=True)
     assert "is a folder" in refusal().message
+
+
+@pytest.mark.parametrize("folder", ["x" * 300, "runs.json/inside"])
+def test_a_place_where_nobody_may_look_is_not_taken_for_an_empty_one(tmp_path: Path, folder: str) -> None:
+    """As a closed folder is one, which no folder is to who runs these tests as root."""
+    (tmp_path / "runs.json").touch()
+    url = f"sqlite:///{tmp_path}/{folder}/runs.db"
+    for create in (False, True):
+        with pytest.raises(StoreError, match="cannot be opened"), open_store(url, create=create):
+            pass
+    assert live_runs(url) == []
 
 
 def test_a_device_is_no_store() -> None:

@@ -3,6 +3,7 @@
 A line is what `Run.save` writes, with one key more; so each line alone can be shown and compared, too.
 """
 
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from sigmascope.errors import ConfigError, OtherRunError, RecordError
 from sigmascope.files import atomic_path, reading_hint, reason_of
-from sigmascope.history.location import STORE
+from sigmascope.history.location import STORE, is_there
 from sigmascope.history.references import checked_tag
 from sigmascope.history.row import moment_in_utc
 from sigmascope.history.store import KeptRun, Store
@@ -191,8 +192,13 @@ def _refuse_store(file: Path) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(file for file in path.iterdir() if file.suffix in (".json", LINES))
-    if not path.exists():
+    if os.path.isdir(path):  # noqa: PTH112 - False where a folder is closed, where `Path` raises
+        try:
+            return sorted(file for file in path.iterdir() if file.suffix in (".json", LINES))
+        except OSError as error:
+            raise RecordError(
+                path, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)
+            ) from error
+    if not is_there(path):
         raise RecordError(path, "does not exist.", hint="Check the path.")
     return [path]

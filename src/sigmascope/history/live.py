@@ -205,8 +205,10 @@ def live_runs(url: str) -> list[LiveRun]:
         url: The store's, beside which the files lie.
     """
     folder, found = live_folder(url), []
-    files = sorted(folder.glob("*.json"))[:_MOST_FILES] if folder.is_dir() else []
-    for file in files:
+    files: list[Path] = []
+    with suppress(OSError):  # it is not there, or closed
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    for file in files[:_MOST_FILES]:
         live = _read(file)
         if live is None:
             continue

@@ -71,6 +71,17 @@ def file_of(url: str) -> Path | None:
     return Path(unquote(path)) if is_file else None
 
 
+def is_there(file: Path) -> bool:
+    """Whether there is something of that name. Also where a folder is closed and nobody can say: opening it tells."""
+    try:
+        os.stat(file)  # noqa: PTH116 - a name that is no path raises here, too
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return True
+
+
 def unkept_folder(url: str) -> Path:
     """Where runs go that the store did not take: beside it, or in the user's own folder."""
     return _beside(url, ".unkept")

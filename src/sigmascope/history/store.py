@@ -16,6 +16,7 @@ import json
 import os
 import random
 import sqlite3
+import stat
 import sys
 import time
 import zlib
@@ -61,7 +62,7 @@ from sigmascope.errors import (
     StoreError,
 )
 from sigmascope.files import reason_of
-from sigmascope.history.location import KEEP, STORE, file_of, store_url
+from sigmascope.history.location import KEEP, STORE, file_of, is_there, store_url
 from sigmascope.history.row import Row, moment_in_utc, row_of
 from sigmascope.history.tables import LORAS, NOTES, RECORDS, REVISION, RUNS, TAGS
 from sigmascope.installation import install_extra
@@ -353,19 +354,15 @@ class Store:
         Raises:
             StoreError: There is no store and none is to be made, it is of a later version, or it cannot be used.
         """
-        if self.file is not None and not os.path.exists(self.file):  # noqa: PTH110 - where `Path` raises, opening it tells
+        if self.file is not None and not is_there(self.file):
             if not create:
                 raise StoreError(
                     f"No run is kept yet: there is no {self.name}.",
                     hint="Make one with sigmascope watch SCRIPT, or take files in: sigmascope runs import.",
                 )
             self._make_file(self.file)
-        elif self.file is not None and not os.path.isfile(self.file):  # noqa: PTH113 - as above
-            what = "a folder" if os.path.isdir(self.file) else "no file"  # noqa: PTH112 - as above
-            raise StoreError(
-                f"The store of runs {self.name} is {what}.",
-                hint=f"Name a file: {STORE}=/path/runs.db. To keep no runs: {KEEP}=0",
-            )
+        elif self.file is not None:
+            self._require_regular(self.file)
         self._identity = self._file_now()
         with self._reading() as connection:
             revision = _revision(connection)
@@ -378,6 +375,25 @@ class Store:
             if revision != REVISION:
                 self._migrate(connection, revision)
                 self.is_new = revision is None
+
+    def _require_regular(self, file: Path) -> None:
+        """Refuse what is no file, or lies where one may not look.
+
+        Raises:
+            StoreError: It is so.
+        """
+        try:
+            mode = os.stat(file).st_mode  # noqa: PTH116 - where `Path` raises, too
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"The store of runs {self.name} cannot be opened ({reason_of(error)}).",
+                hint=f"Check the path and its permissions, or name another: {STORE}=/path/runs.db",
+            ) from error
+        if not stat.S_ISREG(mode):
+            raise StoreError(
+                f"The store of runs {self.name} is {'a folder' if stat.S_ISDIR(mode) else 'no file'}.",
+                hint=f"Name a file: {STORE}=/path/runs.db. To keep no runs: {KEEP}=0",
+            )
 
     def _file_now(self) -> tuple[int, int] | None:
         """What tells the file from another one of its name; None: there is none."""

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sigmascope.files import without_home
-from sigmascope.history.location import file_of
+from sigmascope.history.location import file_of, is_there
 from sigmascope.history.references import filters_of, runs_of
 from sigmascope.history.store import Filters, KeptRun, Store, open_store
 from sigmascope.records.failures import OUTCOMES
@@ -81,7 +81,7 @@ class RunsPages:
             "first": PAGE * (page - 1) + 1,
         }
         filters = filters_of(given, str.capitalize)
-        if file is not None and not file.exists():
+        if file is not None and not is_there(file):
             return shown | {
                 "runs": [],
                 "count": 0,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sigmascope.analysis.trend import Series
-from sigmascope.history.location import file_of
+from sigmascope.history.location import file_of, is_there
 from sigmascope.history.store import open_store
 from sigmascope.history.trends import trends, with_causes
 from sigmascope.reports.trend import (
@@ -47,7 +47,7 @@ def trend_part(url: str) -> Part:
 
 def _view(url: str, chosen: str) -> dict[str, Any]:
     file = file_of(url)
-    if file is not None and not file.exists():
+    if file is not None and not is_there(file):
         return {"kinds": [], "chosen": None, "charts": []}
     with open_store(url, create=False) as store:
         kinds = [series for series in trends(store) if len(series.runs) >= _FEWEST][:_MOST_KINDS]

@@ -16,6 +16,7 @@ from tests.ui.pages.parsed import Parsed, faults_of
 
 from sigmascope.analysis.breakdown import headline
 from sigmascope.cli.ui import own_parts
+from sigmascope.history.location import SQLITE
 from sigmascope.history.store import Store
 from sigmascope.records.serialization import run_from_json
 from sigmascope.reports.html import private_runs
@@ -293,3 +294,12 @@ def test_sixty_texts_of_strangers_stay_text(url: str, store: Store) -> None:
             scripts = sum(tag == "script" for tag, _ in page.elements)
             assert (handlers, scripts <= 1) == ([], True), path
         assert any("<script>attacked()</script>" in text for text in Parsed(client.get("/runs").text).texts)
+
+
+@pytest.mark.parametrize("page", ["runs", "trend", "live", "runs/latest"])
+def test_a_store_where_nobody_may_look_is_a_page_that_says_so(tmp_path: Path, page: str) -> None:
+    url = f"{SQLITE}{tmp_path / ('x' * 300) / 'runs.db'}"
+    with TestClient(make_app(own_parts(url, "hash")), base_url=HOST, headers=HTML) as client:
+        answer = client.get(page)
+    assert ("cannot be opened" in answer.text) is (page != "live")
+    assert answer.status_code == (200 if page == "live" else 503)
