@@ -117,6 +117,7 @@ class OpenTelemetry:
                 thread.join(max(0.0, until - time.monotonic()) / 2)
             for thread in threads:
                 thread.join(max(0.0, until - time.monotonic()))
+        self._dropped["spans"] += sum(unsent() for unsent in opened.unsent)
 
     def dropped(self) -> dict[str, int]:
         """How much was dropped or refused since the beginning, by kind: spans, exports, steps, values of labels."""
@@ -383,6 +384,7 @@ class _Open:
 
     Attributes:
         shutdowns: What ends our own.
+        unsent: How many spans each of our own has not sent, asked once at the end.
         dropped: Where spans that found the SDK's queue full or that the receiver did not take are counted, exports of
             metrics that failed, and data points that the receiver rejected.
     """
@@ -391,6 +393,7 @@ class _Open:
         from opentelemetry import metrics, trace
 
         self.shutdowns: list[Any] = []
+        self.unsent: list[Callable[[], int]] = []
         self.dropped = dropped
         self.tracer: Tracer | None = None
         self.meter: Meter | None = None
@@ -414,7 +417,9 @@ class _Open:
         provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
         for kind in exporters:
             answers = _Answers("TRACES")
-            provider.add_span_processor(_bounded_processor(answers.read_of(kind), answers, self.dropped))
+            processor, unsent = _bounded_processor(answers.read_of(kind), answers, self.dropped)
+            provider.add_span_processor(processor)
+            self.unsent.append(unsent)
         self.shutdowns.append(provider.shutdown)
         return provider.get_tracer(_SCOPE, __version__)
 
@@ -562,21 +567,29 @@ class _Answers:
         self._message = in_one_line(told.error_message)[:_LONGEST_MESSAGE]
 
 
-def _bounded_processor(exporter: Any, answers: _Answers, dropped: dict[str, int]) -> Any:
-    """The SDK's batches, with spans that find its queue full, or that the receiver does not take, counted."""
+def _bounded_processor(
+    exporter: Any, answers: _Answers, dropped: dict[str, int]
+) -> tuple[Any, Callable[[], int]]:
+    """The SDK's batches, with spans that find its queue full, or that the receiver does not take, counted.
+
+    Returns:
+        The processor, and what tells in the end how many spans it has not sent. What is counted there is counted nowhere else.
+    """
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
     lock = threading.Lock()
-    waiting = 0
+    waiting = under_way = 0
+    is_over = False
 
     class Counting(SpanExporter):
         """Knows how many spans left the queue, and how many were not taken."""
 
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            nonlocal waiting
+            nonlocal waiting, under_way
             with lock:
                 waiting -= len(spans)
+                under_way += len(spans)
             result: SpanExportResult = SpanExportResult.FAILURE
             try:
                 result = exporter.export(spans)
@@ -584,7 +597,8 @@ def _bounded_processor(exporter: Any, answers: _Answers, dropped: dict[str, int]
                 rejected = answers.rejected(len(spans))
                 lost = rejected if result is SpanExportResult.SUCCESS else len(spans)
                 with lock:
-                    dropped["spans"] += lost
+                    under_way -= len(spans)
+                    dropped["spans"] += 0 if is_over else lost
             return result
 
         def shutdown(self) -> None:
@@ -615,7 +629,13 @@ def _bounded_processor(exporter: Any, answers: _Answers, dropped: dict[str, int]
         def force_flush(self, timeout_millis: int = 30_000) -> bool:
             return self._batches.force_flush(timeout_millis)
 
-    return Bounded()
+    def unsent() -> int:
+        nonlocal is_over
+        with lock:
+            is_over = True
+            return waiting + under_way
+
+    return Bounded(), unsent
 
 
 def _queue_size() -> int:

@@ -427,6 +427,7 @@ def test_a_receiver_that_takes_thirty_seconds_holds_nobody_up_and_its_queue_is_b
         assert time.monotonic() - began < 5
     assert handed < 4
     assert 300 - 32 - 16 <= dropped <= 300 - 32
+    assert telemetry.dropped()["spans"] == 300  # what was not sent in the end is counted, too
 
 
 def test_a_stage_of_another_shape_than_expected_is_sent_all_the_same(
