@@ -13,6 +13,7 @@ from tests.history.postgres import PROGRAMS, postgres_server
 from tests.history.test_many_writers import require_confirmed
 
 from sigmascope.errors import ConfigError, OtherRunError, StoreError
+from sigmascope.history import store as store_module
 from sigmascope.history.exchange import take_in, write_runs
 from sigmascope.history.keeper import keep_all, unkept_files
 from sigmascope.history.location import STORE
@@ -96,6 +97,22 @@ def test_filters_tags_and_removal(store: Store) -> None:
     store.remove([run.number for run in store.runs()])
     for table in ("runs", "records", "loras", "tags"):
         assert store.query(f"SELECT count(*) FROM {table}")[1] == [(0,)]
+
+
+def test_a_store_of_the_first_version_is_given_the_order_of_its_runs(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(store_module, "REVISION", "1")
+        with open_store() as store, store._writing() as connection:
+            for id, year in (("a", 2026), ("b", 2099), ("c", 1970)):
+                moment = f"{year}-03-01T00:00:00.000000+00:00"
+                connection.exec_driver_sql(
+                    "INSERT INTO runs (id, name, started_at, kept_at, source, outcome, seconds, generations, record_bytes)"
+                    f" VALUES ('{id}', '', '{moment}', '{moment}', 'watch', 'ok', 1.5, 1, 9)"
+                )
+    with open_store() as store:
+        assert [run.row.id for run in store.runs()] == ["c", "b", "a"]
 
 
 def test_a_query_reads_and_does_nothing_else(store: Store) -> None:
