@@ -17,6 +17,7 @@ from sigmascope.history import store as store_module
 from sigmascope.history.exchange import take_in, write_runs
 from sigmascope.history.keeper import keep_all, unkept_files
 from sigmascope.history.location import STORE
+from sigmascope.history.row import row_of
 from sigmascope.history.store import Filters, Store, open_store
 
 pytestmark = [
@@ -113,6 +114,8 @@ def test_a_store_of_the_first_version_is_given_the_order_of_its_runs(
                 )
     with open_store() as store:
         assert [run.row.id for run in store.runs()] == ["c", "b", "a"]
+        [new] = store.placed([row_of(kept_run())])  # which is not kept
+        assert store.comparable_before(new, limit=9) == []  # those are of another kind
 
 
 def test_a_query_reads_and_does_nothing_else(store: Store) -> None:

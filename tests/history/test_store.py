@@ -21,6 +21,7 @@ from sigmascope.history import store as store_module
 from sigmascope.history.live import live_runs
 from sigmascope.history.location import STORE, file_of, store_url
 from sigmascope.history.references import runs_of
+from sigmascope.history.row import row_of
 from sigmascope.history.store import Filters, Store, is_on_network, open_store
 from sigmascope.history.tables import METADATA
 from sigmascope.records.failures import OK
@@ -496,6 +497,17 @@ def test_the_last_run_is_the_one_that_was_kept_last_whatever_the_clock_says(
     assert [point.id for point in store.points("seconds")] == [*moments]
     assert store.prune(1, 10**9) == len(moments) - 1
     assert ids(store) == [moments[-1]]
+
+
+def test_a_new_run_that_is_not_kept_comes_after_those_that_were_kept_since_a_clock_was_wrong(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_by_a_clock(store, monkeypatch, 9, "2026-03-01", "2099-03-01", "2026-03-02", "2026-03-03")
+    [new] = store.placed([row_of(kept_run(started_at="2026-03-03T12:00:00+00:00"))])
+    found = [run.row.id for run in store.comparable_before(new, limit=9)]
+    assert found == ["2026-03-03", "2026-03-02", "2026-03-01"]
+    [old] = store.placed([row_of(kept_run(started_at="2026-03-02T12:00:00+00:00"))])
+    assert [run.row.id for run in store.comparable_before(old, limit=9)] == ["2026-03-02", "2026-03-01"]
 
 
 def test_a_run_that_began_before_the_clock_was_set_is_the_last(

@@ -610,6 +610,10 @@ class Store:
             RUNS.c.placed_at < run.placed_at,
             (RUNS.c.placed_at == run.placed_at) & (RUNS.c.number < run.number),
         )
+        if (
+            run.number == _NOT_KEPT
+        ):  # its own clock is all there is: also those that a clock which was wrong put later
+            before = or_(before, RUNS.c.kept_at < run.placed_at)
         same = (RUNS.c[name].is_not_distinct_from(getattr(run.row, name)) for name in COMPARABLE)
         chosen = select(RUNS).where(before, RUNS.c.outcome == "ok", *same)
         return self._listed(chosen.order_by(*_NEWEST_FIRST).limit(limit))
@@ -622,9 +626,7 @@ class Store:
             for some in _in_parts(ids)
             for run in self._listed(select(RUNS).where(RUNS.c.id.in_(some)))
         }
-        return [
-            kept.get(row.id) or KeptRun(sys.maxsize, row, "", "", 0, (), (), ended_at(row)) for row in rows
-        ]
+        return [kept.get(row.id) or KeptRun(_NOT_KEPT, row, "", "", 0, (), (), ended_at(row)) for row in rows]
 
     def points(
         self, column: str, filters: Filters | None = None, *, like: KeptRun | None = None
@@ -741,6 +743,8 @@ COMPARABLE: Final = (
     "hardware",
 )
 """Columns that are equal in runs of the same kind of work: their times can be compared."""
+_NOT_KEPT: Final = 2**31 - 1
+"""The number of a run that is not in the store: the largest that PostgreSQL gives one."""
 _NEWEST_FIRST: Final = (RUNS.c.placed_at.desc(), RUNS.c.number.desc())
 
 _REASONS: Final = (
