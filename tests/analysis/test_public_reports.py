@@ -267,3 +267,31 @@ def test_a_container_that_is_held_back_by_its_quota_is_named() -> None:
         "The run waited for a processor for 70 % of 456 s: the quota of its control group held it back for 312 s"
     )
     assert "use fewer threads" in str(found(run)["time.waited_for_processor"].advice)
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        pytest.param(
+            {512: (20.0, 0.5), 640: (21.0, 0.5), 768: (22.0, 0.5)},
+            "latent_decoding took 20.00 s to 22.00 s the first time at each new height (512, 640, 768), and 500 ms when that came again",
+            id="InvokeAI 7976: each new resolution is decoded slowly once",
+        ),
+        pytest.param(
+            {1280: (37 * 60.0, 10.0, 5.0)},
+            "latent_decoding took 2,220 s in generation 1 of 3, and 7.50 s since",
+            id="TheRock 2591: the first decoding of a size takes 37 minutes, later ones 5 to 10 s",
+        ),
+    ],
+)  # fmt: skip
+def test_a_decoding_that_is_tuned_for_each_size_is_said(
+    times: Mapping[int, Sequence[float]], words: str
+) -> None:
+    """Also unsloth 11636: `cudnn.benchmark` lets MIOpen search for 10 to 23 minutes at each new size."""
+    stages = [
+        generation(0.0, [0.4] * 20, height=height, other=seconds)
+        for height, of_height in times.items()
+        for seconds in of_height
+    ]
+    said = headline(series(*stages)).split(" could be saved. ")
+    assert said[1].startswith(f"{words}.")

@@ -67,6 +67,7 @@ _TOLD_FIRST: Final = (
     "time.waited_for_processor",
     "series.first_steps_recur",
     "series.slows_down",
+    "series.part_slows_down",
     "series.first_is_slow",
     "memory_leak",
     "series.one_stands_out",

@@ -6,18 +6,22 @@ creeps up from one generation to the next looks even within each.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
 from sigmascope import units
+from sigmascope.analysis.breakdown import seconds_between_steps
 from sigmascope.analysis.generations import Case, cases
+from sigmascope.analysis.recipe import Differences, recipe_differences
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.rules_time import is_slow_first_step
 from sigmascope.analysis.run_figures import MUCH_WAITED, known, step_seconds, theil_sen, waited_seconds
+from sigmascope.analysis.what_changed import causes_in_words
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.performance import processor_use_of
-from sigmascope.records.run import Run, Stage, is_duration, stage_seconds
+from sigmascope.records.run import Role, Run, Stage, is_duration, stage_seconds
 
 RECUR: Final = "series.first_steps_recur"
 SLOW_DOWN: Final = "series.slows_down"
@@ -33,6 +37,9 @@ _LEAST_PAUSE_SECONDS: Final = 30.0
 _FEWEST_FOR_OUTLIER: Final = 5
 _LEAST_OUTLIER_RATIO: Final = 2.0
 _MOST_NAMED: Final = 6
+_MOST_CAUSES: Final = 2
+_NOT_IN_A_STEP: Final = ("num_inference_steps", "callback", "output_type")
+"""Entries of a recipe that do not change what a step takes."""
 
 
 class _Generation(NamedTuple):
@@ -65,12 +72,8 @@ class _Generation(NamedTuple):
         return is_slow_first_step(self.first, self.usual)
 
     def work(self) -> tuple[object, ...]:
-        """What decides how much a step works; two generations of the same have the same shapes."""
-        call = self.case.call
-        return (
-            None if self.case.pipeline is None else self.case.pipeline.class_name,
-            *(getattr(call, name) for name in _SHAPES),
-        )
+        """What decides how much a step works."""
+        return _work_of(self.case)
 
 
 _SHAPES: Final = {
@@ -83,15 +86,27 @@ _SHAPES: Final = {
 """Arguments that change the shapes of the denoiser's input, with their names in a sentence."""
 
 
-def _generations(run: Run) -> list[_Generation]:
-    """Those that have at least two timed steps after the first."""
-    found: list[_Generation] = []
+def _work_of(case: Case) -> tuple[object, ...]:
+    """Two generations with the same have the same shapes."""
+    return (
+        None if case.pipeline is None else case.pipeline.class_name,
+        *(getattr(case.call, name) for name in _SHAPES),
+    )
+
+
+def _outermost(run: Run) -> list[Case]:
+    """A case for each generation, without those inside others."""
     try:
         run_cases = [case for case in cases(run) if case.number is not None]
     except ValueError:  # facts that somebody changed by hand
         return []
-    for number, (_, alike) in enumerate(groupby(run_cases, key=lambda case: case.number), start=1):
-        case = next(alike)  # the outermost
+    return [next(alike) for _, alike in groupby(run_cases, key=lambda case: case.number)]
+
+
+def _generations(run: Run) -> list[_Generation]:
+    """Those that have at least two timed steps after the first."""
+    found: list[_Generation] = []
+    for number, case in enumerate(_outermost(run), start=1):
         for stage in case.with_steps()[:1]:
             seconds = step_seconds(stage)
             others = known(seconds[1:])
@@ -117,14 +132,16 @@ def first_steps_recur(run: Run) -> Iterator[Seen]:
         return
     total = sum(generation.excess for generation in slow)
     compiled = any(part.compiled for one in slow for part in one.case.components("denoiser").values())
-    new = _new_values(slow)
+    new = _new_values([one.case for one in slow])
     by_size = bool(new) and len({one.work() for one in slow}) == len(slow)
-    cause = (
-        f"each new {' and '.join(new)} ({'; '.join(f'{_some(values)}' for values in new.values())}) "
-        + ("is compiled again" if compiled else "costs it again")
-        if by_size
-        else "what it loads or compiles is not kept from one generation to the next"
-    )
+    changed = [] if by_size else _changed_each_time(slow, run)
+    again = "is compiled again" if compiled else "costs it again"
+    if by_size:
+        cause = f"each new {' and '.join(new)} ({'; '.join(f'{_some(values)}' for values in new.values())}) {again}"
+    elif changed:
+        cause = f"each change of {' and '.join(changed[:_MOST_CAUSES])} {again}"
+    else:
+        cause = "what it loads or compiles is not kept from one generation to the next"
     least, most = min(one.first for one in slow), max(one.first for one in slow)
     took = units.seconds(most) if least == most else f"{units.seconds(least)} to {units.seconds(most)}"
     is_timed = is_duration(run.seconds) and run.seconds > 0
@@ -143,16 +160,17 @@ def first_steps_recur(run: Run) -> Iterator[Seen]:
             "gain_seconds": total - slow[0].excess,
             "compiled": compiled,
             "new": "; ".join(f"{name} {_some(values)}" for name, values in new.items()) or None,
+            "changed": ", ".join(changed) or None,
         },
         advice=_advice(by_size=by_size, compiled=compiled),
         stage=slow[0].stage.name,
     )
 
 
-def _new_values(slow: Sequence[_Generation]) -> dict[str, list[object]]:
+def _new_values(slow: Sequence[Case]) -> dict[str, list[object]]:
     """The arguments of which the slow generations have several values, in the order in which they came."""
     values = {
-        title: list(dict.fromkeys(getattr(one.case.call, name) for one in slow))
+        title: list(dict.fromkeys(getattr(case.call, name) for case in slow))
         for name, title in _SHAPES.items()
     }
     return {title: several for title, several in values.items() if len(several) > 1 and None not in several}
@@ -161,6 +179,32 @@ def _new_values(slow: Sequence[_Generation]) -> dict[str, list[object]]:
 def _some(values: Sequence[object]) -> str:
     shown = ", ".join(map(str, values[:_MOST_NAMED]))
     return shown if len(values) <= _MOST_NAMED else f"{shown}, …"
+
+
+def _changes(before: _Generation, now: _Generation, run: Run) -> Differences:
+    """What differs between two generations and may change the time of a step."""
+    sides = [replace(run, stages=one.case.stages[:1], folded=None) for one in (now, before)]
+    differs = recipe_differences(sides[:1], sides[1:])
+    return {
+        name: both
+        for name, both in differs.items()
+        if name not in _NOT_IN_A_STEP and causes_in_words({name: both})
+    }
+
+
+def _changed(before: _Generation, now: _Generation, run: Run) -> str | None:
+    """The same in words, such as "LoRAs none → unet.style"."""
+    return " and ".join(causes_in_words(_changes(before, now, run))[:_MOST_CAUSES]) or None
+
+
+def _changed_each_time(slow: Sequence[_Generation], run: Run) -> list[str]:
+    """What each of these generations had otherwise than the one before it among them."""
+    changes = [_changes(before, now, run) for before, now in pairwise(slow)]
+    return [name for name in changes[0] if all(name in others for others in changes)]
+
+
+def _may_explain(changed: str | None) -> str:
+    return f"; {changed} may explain it" if changed else ""
 
 
 def _advice(*, by_size: bool, compiled: bool) -> str:
@@ -181,7 +225,7 @@ def slows_down(run: Run) -> Iterator[Seen]:
         usual = [one.usual for one in alike]
         if _waited([one.stage for one in alike[len(alike) // 2 :]]) > MUCH_WAITED:
             continue
-        risen = list(_slow_since(alike))
+        risen = list(_slow_since(alike, run))
         if risen or len(alike) < _FEWEST_FOR_DRIFT:
             yield from risen
             continue
@@ -190,10 +234,13 @@ def slows_down(run: Run) -> Iterator[Seen]:
         own = [seconds * (1 - _waited([one.stage])) for seconds, one in zip(usual, alike, strict=True)]
         if not (_drifts(usual) and _drifts(own)):
             continue
+        changed = _changed(alike[0], alike[-1], run)
         yield Seen(
             message=f"Steps became slower from generation to generation: {units.seconds(usual[0])} in the first of "
-            f"{len(alike)}, {units.seconds(usual[-1])} in the last ({100 * (usual[-1] / usual[0] - 1):+.0f} %).",
+            f"{len(alike)}, {units.seconds(usual[-1])} in the last ({100 * (usual[-1] / usual[0] - 1):+.0f} %)"
+            f"{_may_explain(changed)}.",
             evidence={
+                "changed": changed,
                 "generations": len(alike),
                 "first_seconds": usual[0],
                 "last_seconds": usual[-1],
@@ -212,7 +259,7 @@ def _drifts(seconds: Sequence[float]) -> bool:
     return slope.lower > 0 and slope.value * (len(seconds) - 1) >= _LEAST_DRIFT * seconds[0]
 
 
-def _slow_since(alike: Sequence[_Generation]) -> Iterator[Seen]:
+def _slow_since(alike: Sequence[_Generation], run: Run) -> Iterator[Seen]:
     """From one generation on the usual step of each is far above that of each before."""
     ratios = {count: _rise(alike[:count], alike[count:]) for count in range(1, len(alike))}
     if not ratios:
@@ -228,10 +275,13 @@ def _slow_since(alike: Sequence[_Generation]) -> Iterator[Seen]:
     if was <= 0 or not _LEAST_EXCESS_SECONDS <= lost < math.inf:  # never of a clock that went wrong
         return
     when, so_far = ("the first", "in it") if count == 1 else (f"generation {before[-1].number}", "before")
+    changed = _changed(before[-1], since[0], run)
     yield Seen(
-        message=f"Steps became slower after {when} of {len(alike)} generations of the same work{_pause(before[-1], since[0])}: "
-        f"{units.seconds(was)} {so_far}, {units.seconds(usual)} since ({usual / was:.2f} × as long).",
+        message=f"Steps became slower after {when} of {len(alike)} generations of the same {'size' if changed else 'work'}"
+        f"{_pause(before[-1], since[0])}: {units.seconds(was)} {so_far}, {units.seconds(usual)} since "
+        f"({usual / was:.2f} × as long){_may_explain(changed)}.",
         evidence={
+            "changed": changed,
             "generations": len(alike),
             "slow_generations": len(since),
             "first_seconds": was,
@@ -288,6 +338,125 @@ def first_is_slow(run: Run) -> Iterator[Seen]:
             "were read from a disk or moved meanwhile.",
             stage=first.stage.name,
         )
+
+
+class _Part(NamedTuple):
+    """What one generation took for a part of it beside its steps."""
+
+    case: Case
+    number: int
+    seconds: float
+
+
+_PARTS: Final[dict[str, Role]] = {
+    "text_encoding": "text_encoder",
+    "latent_encoding": "vae",
+    "latent_decoding": "vae",
+}
+"""Stages beside the steps, with what works in them."""
+
+
+def _parts(run: Run, name: str) -> Iterator[list[_Part]]:
+    """A stage's times, by the work of the generations that have it and went well."""
+    by_work: dict[tuple[object, ...], list[_Part]] = {}
+    for number, case in enumerate(_outermost(run), start=1):
+        seconds = sum(map(stage_seconds, stages := case.named(name)))
+        if stages and is_duration(seconds) and all(stage.success for stage in case.stages):
+            by_work.setdefault(_work_of(case), []).append(_Part(case, number, seconds))
+    yield from by_work.values()
+
+
+@rule("series.stage_is_slow_at_first", "info", "warning", about="a series of generations", looks_at="run")
+def stage_is_slow_at_first(run: Run) -> Iterator[Seen]:
+    """Decoding or encoding takes much longer the first time, or the first time at each size: it is compiled or tuned."""
+    for name, role in _PARTS.items():
+        groups = list(_parts(run, name))
+        usual = [median(part.seconds for part in group[1:]) for group in groups if len(group) > 1]
+        if not usual:
+            continue
+        firsts = [
+            (group[0], median(part.seconds for part in group[1:]) if len(group) > 1 else max(usual))
+            for group in groups
+        ]
+        slow = [(first, later) for first, later in firsts if is_slow_first_step(first.seconds, later)]
+        if not slow:
+            continue
+        new = _new_values([first.case for first, _ in slow])
+        at_sizes = len(slow) > 1 and bool(new)
+        compiled = any(part.compiled for first, _ in slow for part in first.case.components(role).values())
+        waited = _waited([stage for first, _ in slow for stage in first.case.named(name)])
+        if waited > MUCH_WAITED and not compiled:  # compilers take processors themselves
+            continue
+        least, most = (choose(first.seconds for first, _ in slow) for choose in (min, max))
+        took = units.seconds(most) if least == most else f"{units.seconds(least)} to {units.seconds(most)}"
+        excess = [first.seconds - later for first, later in slow]
+        where = (
+            f"the first time at each new {' and '.join(new)} ({'; '.join(map(_some, new.values()))})"
+            if at_sizes
+            else f"in generation {slow[0][0].number} of {sum(map(len, groups))}"
+        )
+        yield Seen(
+            severity="warning" if at_sizes else "info",
+            message=f"{name} took {took} {where}, and {units.seconds(max(later for _, later in slow))} "
+            f"{'when that came again' if at_sizes else 'since'}"
+            + (": torch.compile compiles in it." if compiled else "."),
+            evidence={
+                "generations": len(slow),
+                "first_seconds_least": least,
+                "first_seconds_most": most,
+                "median_seconds": max(usual),
+                "gain_seconds": sum(excess) - (excess[0] if at_sizes else 0.0),
+                "compiled": compiled,
+                "new": "; ".join(f"{title} {_some(values)}" for title, values in new.items()) or None,
+            },
+            advice=("Compile it for all sizes (dynamic=True), or keep to" if compiled else "Something is tuned or compiled for each size (torch.backends.cudnn.benchmark, MIOpen's search): switch it off, or keep to")
+            + " a few sizes and warm up each of them."
+            if at_sizes
+            else "Leave it out of timings, or warm up once: what is compiled, tuned or loaded then is kept.",
+            stage=name,
+        )  # fmt: skip
+
+
+@rule("series.part_slows_down", "warning", about="a series of generations", looks_at="run")
+def part_slows_down(run: Run) -> Iterator[Seen]:
+    """What is beside the steps, such as a callback or the decoding, takes longer from generation to generation."""
+    for name in _PARTS:
+        for group in _parts(run, name):
+            yield from _growing(name, [part.case for part in group], [part.seconds for part in group], name)
+    for alike in _by_work(run):
+        between = [seconds_between_steps(one.stage) for one in alike]
+        if len({len(one.stage.steps) for one in alike}) > 1:
+            continue
+        callback = alike[-1].case.call.callback
+        what = (
+            f"Your callback {callback}"
+            if callback
+            else f"What lies between the steps of {alike[0].stage.name}"
+        )
+        yield from _growing(what, [one.case for one in alike], between, alike[0].stage.name)
+
+
+def _growing(what: str, of_cases: Sequence[Case], seconds: Sequence[float], stage: str) -> Iterator[Seen]:
+    """Times of one part that grow beyond chance, and by much."""
+    lost = sum(max(value - seconds[0], 0.0) for value in seconds)
+    if len(seconds) < _FEWEST_FOR_DRIFT or seconds[0] <= 0 or not _LEAST_EXCESS_SECONDS <= lost < math.inf:
+        return
+    # What each waited for a processor is other programs' doing.
+    own = [value * (1 - _waited(case.stages[:1])) for value, case in zip(seconds, of_cases, strict=True)]
+    if not (_drifts(seconds) and _drifts(own)):
+        return
+    yield Seen(
+        message=f"{in_one_line(what)} took longer from generation to generation: {units.seconds(seconds[0])} in the first of "
+        f"{len(seconds)}, {units.seconds(seconds[-1])} in the last.",
+        evidence={
+            "generations": len(seconds),
+            "first_seconds": seconds[0],
+            "last_seconds": seconds[-1],
+            "gain_seconds": lost,
+        },
+        advice="Look for what it adds to each time: a list that grows, files in one folder, hooks that are put on again.",
+        stage=stage,
+    )
 
 
 @rule("series.loras_slow_down", "warning", about="a series of generations", looks_at="run")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final, Literal
 
 import torch
@@ -321,9 +322,21 @@ def is_compiled(module: object) -> bool:
     if not isinstance(module, nn.Module):
         return False
     tree = tree_of(module)
-    return bool(tree.of_class(lambda kind: kind.__name__ == "OptimizedModule")) or any(
-        own.get("_compiled_call_impl") is not None for own in tree.own
+    return (
+        bool(tree.of_class(lambda kind: kind.__name__ == "OptimizedModule"))
+        or any(own.get("_compiled_call_impl") is not None for own in tree.own)
+        or any(_is_compiled_function(own["forward"]) for own in tree.own if "forward" in own)
+        or any(_is_compiled_function(vars(module).get(way)) for way in ("encode", "decode"))
     )
+
+
+def _is_compiled_function(held: object) -> bool:
+    """Whether it is what torch.compile made of a method, as in `vae.decode = torch.compile(vae.decode)`."""
+    while isinstance(held, FunctionType):
+        if "_torchdynamo_orig_callable" in vars(held):
+            return True
+        held = vars(held).get("__wrapped__")
+    return False
 
 
 def channels_last(module: nn.Module) -> bool | None:

@@ -2,14 +2,17 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.analysis.faulty_runs import component, pipeline
 from tests.analysis.series import found, generation, series
 
 from sigmascope.analysis.breakdown import headline, time_breakdown, times_in_words
-from sigmascope.records.run import Run
+from sigmascope.records.run import Run, Stage, Steps
+from sigmascope.records.serialization import to_plain
 from sigmascope.reports import print_run
 from sigmascope.reports.html import to_html
 
@@ -219,3 +222,152 @@ def test_a_drift_that_was_waited_for_is_no_drift() -> None:
 
     assert "series.slows_down" in found(rising(False))
     assert "series.slows_down" not in found(rising(True))
+
+
+def test_what_is_otherwise_since_steps_became_slower_is_named() -> None:
+    """The record holds each generation's recipe: a LoRA, offloading, another number format."""
+    mixed: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("transformer offload none → sequential", {}, {"offload": "sequential"}),
+        (
+            "transformer layerwise_casting False → True",
+            {"layerwise_casting": False},
+            {"layerwise_casting": True},
+        ),
+    ]
+    for words, before, since in mixed:
+        run = series(
+            *(
+                generation(9.0 * i, [0.6 if i > 2 else 0.2] * 10, denoiser=since if i > 2 else before)
+                for i in range(6)
+            )
+        )
+        said = headline(run)
+        assert said.startswith(
+            "Steps became slower after generation 3 of 6 generations of the same size: 200 ms before"
+        )
+        assert f"(3.00 × as long); {words} may explain it." in said
+    assert "generations of the same work" in headline(
+        series(*(generation(9.0 * i, [0.6 if i > 2 else 0.2] * 10) for i in range(6)))
+    )
+
+
+def with_loras(stage: Stage, *names: str) -> Stage:
+    loras = {f"transformer.{name}": {"strength": [1.0], "active": 9, "layers": 9} for name in names}
+    return replace(stage, facts={**stage.facts, "recipe": {"loras": loras}})
+
+
+def test_a_lora_more_in_each_generation_explains_that_steps_creep_up() -> None:
+    run = series(*(with_loras(generation(9.0 * i, [0.2 + 0.04 * i] * 10), *"abcdefgh"[:i]) for i in range(8)))
+    assert "(+140 %); LoRAs none → transformer.a, transformer.b" in headline(run)
+    prompts = series(*(generation(9.0 * i, [0.2 + 0.04 * i] * 10) for i in range(8)))
+    assert "may explain it" not in headline(prompts)
+
+
+def test_what_compiles_again_with_each_lora_is_named() -> None:
+    run = series(
+        *(
+            with_loras(generation(70.0 * i, [60.0, *[0.9] * 4], compiled=True), name)
+            for i, name in enumerate("abc")
+        )
+    )
+    assert "each change of LoRAs is compiled again" in headline(run)
+
+
+@pytest.mark.parametrize("name", ["latent_decoding", "text_encoding"])
+def test_a_part_that_is_slow_the_first_time_is_told_apart(name: str) -> None:
+    times = (25.0, 0.3, 0.31, 0.29)
+    run = renamed(
+        series(*(generation(9.0 * i, [0.2] * 10, other=time) for i, time in enumerate(times))), name
+    )
+    told = found(run)["series.stage_is_slow_at_first"]
+    assert told.message == f"{name} took 25.00 s in generation 1 of 4, and 300 ms since."
+    assert told.severity == "info"
+    assert told.evidence["gain_seconds"] == pytest.approx(24.7)
+    assert "73 % of 33.90 s could be saved" in headline(run)
+
+
+def renamed(run: Run, name: str) -> Run:
+    """With the stage beside the denoising under another name."""
+    stages = [
+        replace(stage, children=(stage.children[0], replace(stage.children[1], name=name)))
+        for stage in run.stages
+    ]
+    return series(*stages)
+
+
+@pytest.mark.parametrize(
+    ("heights", "times"),
+    [
+        ((512, 640, 768, 896), (1.0, 2.0, 4.0, 8.0)),  # larger pictures take longer
+        ((512, 512, 768, 768), (1.0, 1.1, 2.5, 2.4)),
+        ((512, 512, 512, 512), (0.5, 0.5, 9.0, 0.5)),  # one alone
+    ],
+)
+def test_decoding_that_takes_long_for_another_reason_is_not_called_slow_at_first(
+    heights: Sequence[int], times: Sequence[float]
+) -> None:
+    run = series(
+        *(
+            generation(9.0 * i, [0.2] * 10, height=height, other=time)
+            for i, (height, time) in enumerate(zip(heights, times, strict=True))
+        )
+    )
+    assert "series.stage_is_slow_at_first" not in found(run)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_decoding_that_waited_for_a_processor_at_first_is_not_accused_unless_it_compiles(
+    compiled: bool,
+) -> None:
+    busy = {"processor": {"own_seconds": 1.0, "waited_seconds": 8.0, "throttled_seconds": 0.0}}
+    made = to_plain(pipeline(transformer=component("denoiser"), vae=component("vae", compiled=compiled)))
+    stages = []
+    for number in range(4):
+        stage = generation(9.0 * number, [0.2] * 10, other=0.3 if number else 9.0)
+        decoding = stage.children[1] if number else replace(stage.children[1], facts=busy)
+        facts = {**stage.facts, "pipeline": made}
+        stages.append(replace(stage, children=(stage.children[0], decoding), facts=facts))
+    told = [
+        finding.message
+        for finding in series(*stages).findings
+        if finding.id == "series.stage_is_slow_at_first"
+    ]
+    expected = (
+        "latent_decoding took 9.00 s in generation 1 of 4, and 300 ms since: torch.compile compiles in it."
+    )
+    assert told == ([expected] if compiled else [])
+
+
+def test_a_part_that_takes_longer_each_time_is_said() -> None:
+    run = series(*(generation(9.0 * i, [0.1] * 20, other=0.5 + 0.4 * i) for i in range(8)))
+    said = headline(run)
+    assert said.startswith(
+        "latent_decoding took longer from generation to generation: 500 ms in the first of 8, 3.30 s in the last."
+    )
+    even = series(*(generation(9.0 * i, [0.1] * 20, other=0.5 + 0.04 * (i % 3)) for i in range(8)))
+    assert "series.part_slows_down" not in found(even)
+
+
+@pytest.mark.parametrize(
+    ("callback", "who"),
+    [
+        ("preview (a.py:3)", "Your callback preview (a.py:3)"),
+        (None, "What lies between the steps of denoising"),
+    ],
+)
+def test_a_callback_that_takes_longer_each_time_is_said(callback: str | None, who: str) -> None:
+    stages = []
+    for number in range(8):
+        stage, gap = generation(9.0 * number, [0.1] * 10), 0.02 + 0.05 * number
+        started = tuple((0.1 + gap) * step for step in range(10))
+        denoising = replace(stage.children[0], seconds=10 * (0.1 + gap), steps=Steps(started, (0.1,) * 10))
+        call = {**stage.facts["call"], "callback": callback}
+        facts = {**stage.facts, "call": call}
+        stages.append(
+            replace(
+                stage, seconds=denoising.seconds + 0.1, children=(denoising, stage.children[1]), facts=facts
+            )
+        )
+    assert headline(series(*stages)).startswith(
+        f"{who} took longer from generation to generation: 200 ms in the first of 8, 3.70 s in the last."
+    )

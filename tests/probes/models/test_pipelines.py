@@ -131,3 +131,17 @@ def test_the_parts_of_a_prior_in_the_same_pipeline_have_the_roles_of_the_others(
     facts = pipeline_facts(dict.fromkeys(names, nn.Identity()))
     roles = ["text_encoder", "tokenizer", "image_encoder", "scheduler", "scheduler"]
     assert [facts.components[name].role for name in names] == roles
+
+
+@pytest.mark.parametrize("place", ["decode", "encode", "decoder.forward"])
+def test_a_method_that_is_compiled_alone_makes_its_model_compiled(place: str) -> None:
+    """As diffusers' docs write it: `vae.decode = torch.compile(vae.decode)`."""
+    vae = make_pipeline("sd15").vae
+    assert pipeline_facts({"vae": vae}).components["vae"].compiled is False
+    path, _, method = place.rpartition(".")
+    holder = vae.get_submodule(path)
+    setattr(holder, method, torch.compile(getattr(holder, method), backend="eager"))
+    assert pipeline_facts({"vae": vae}).components["vae"].compiled is True
+    delattr(holder, method)
+    setattr(holder, method, getattr(holder, method))
+    assert pipeline_facts({"vae": vae}).components["vae"].compiled is False
