@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from types import FrameType
 from typing import Any, ClassVar, Final
 
@@ -98,6 +99,8 @@ _PARTS: Final = re.compile(r"(Dual)?Transformer(2D|Temporal|SpatioTemporal)Model
 """Of diffusers: denoisers by the names of their classes, and models that denoisers have inside them."""
 _HELPER: Final = re.compile(r"\w*ControlNet\w*|T2IAdapter")
 _TEXT_ENCODER: Final = re.compile(r"\w+TextModel(WithProjection)?|\w+EncoderModel")
+_MOST_NUMBERS: Final = 32
+_FEWEST_TURNS: Final = 2
 _LOOK_SECONDS: Final = 1.0
 _MOST_LOOKS: Final = 600
 _LOOKS_TO_BE_SURE: Final = 3
@@ -151,6 +154,12 @@ def _is_timestep_of(latents: object, timestep: object) -> bool:
             timestep.numel() == latents.shape[0] == (timestep.shape[0] if timestep.dim() else 0)
         )
     return isinstance(timestep, int | float) and not isinstance(timestep, bool)
+
+
+def _is_mixed(timestep: object) -> bool:
+    """Whether samples have different timesteps; not where reading them would wait for an accelerator."""
+    is_read = isinstance(timestep, Tensor) and timestep.is_cpu and 1 < timestep.numel() <= _MOST_NUMBERS
+    return is_read and len(set(timestep.flatten().tolist())) > 1  # type: ignore[union-attr]
 
 
 def _has_form_of(latents: Tensor, result: object) -> bool:
@@ -211,6 +220,8 @@ class OwnGeneration:
         rises: Whether timesteps rise from the first to the second; None: there is no second yet.
         turns: How often they turned from falling to rising, or from rising to falling.
         changes: How often a timestep was another than the one before.
+        numbers: The first of those others.
+        is_mixed: Whether the first call had samples at several timesteps.
         stepper: The scheduler that made the last step.
         handovers: How often another scheduler made the next one.
         is_repeated: Whether a denoiser of unknown class was called for a second timestep.
@@ -219,6 +230,7 @@ class OwnGeneration:
         has_denoised: Whether a denoiser was called in it.
         has_image: Whether an image was encoded in it.
         denoisings: Those in it.
+        samples: How many a scheduler made steps of; None: none did.
         pictures: How many were decoded.
         parts: What works in it, by name.
         switches: PyTorch's, as they were when it began to denoise.
@@ -237,6 +249,8 @@ class OwnGeneration:
     rises: bool | None = None
     turns: int = 0
     changes: int = 0
+    numbers: list[float] = field(default_factory=list)
+    is_mixed: bool = False
     stepper: "Callable[[], object]" = _no_module
     handovers: int = 0
     is_repeated: bool = False
@@ -245,6 +259,7 @@ class OwnGeneration:
     has_denoised: bool = False
     has_image: bool = False
     denoisings: list[Denoising] = field(default_factory=list)
+    samples: int | None = None
     pictures: int | None = None
     parts: "dict[str, weakref.ref[Any]]" = field(default_factory=dict)
     switches: Mapping[str, str] | None = None
@@ -266,14 +281,34 @@ class OwnGeneration:
 
     @property
     def is_one_step(self) -> bool:
-        """Whether calls for one timestep are a loop: a known denoiser's, if a part beside it worked for it, too."""
-        return self.form is not None and self.form.is_known and len(self.parts) > 1
+        """Whether calls for one timestep are a loop: a known denoiser's, if a scheduler made a step of it or a VAE a picture."""
+        is_known = self.form is not None and self.form.is_known
+        return is_known and (self.is_stepped or self.pictures is not None)
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether a scheduler made steps of it."""
+        return any(denoising.stepped for denoising in self.denoisings)
+
+    @property
+    def is_at_random(self) -> bool:
+        """Whether timesteps came in no order, as those that a model is evaluated at: no schedule, no solver has such.
+
+        A third of the steps at least turn, and most pairs of timesteps do not lie the same way round (Kendall's tau).
+        Where each sample has a timestep of its own, one turn is enough.
+        """
+        if self.is_stepped or self.turns < (1 if self.is_mixed else _FEWEST_TURNS):
+            return False
+        pairs = [(first > later) - (first < later) for first, later in combinations(self.numbers, 2)]
+        return self.is_mixed or (3 * self.turns >= self.changes and abs(sum(pairs)) < len(pairs) / 2)
 
     def goes_to(self, number: float | None) -> None:
         """Note the timestep of a call that is made now."""
         last, self.last = self.last, number
         if number is not None and last is not None and number != last:
             self.changes += 1
+            if self.changes <= _MOST_NUMBERS:
+                self.numbers.append(number)
             rises = number > last
             if self.rises is not None and rises != self.rises:
                 self.turns += 1
@@ -468,7 +503,10 @@ class OwnLoopObserver(Observer):
                 return None
             if own is not None:
                 own.frame = frame
-        return self._denoise(stack, own, module, form, latents, number)
+        told = self._denoise(stack, own, module, form, latents, number)
+        if isinstance(begun := stack.loop, OwnGeneration) and begun is not own:
+            begun.is_mixed = _is_mixed(timestep)
+        return told
 
     def _is_denoising(
         self, module: Any, form: _Form, latents: object, timestep: object, number: float | None
@@ -613,10 +651,10 @@ class OwnLoopObserver(Observer):
         if not (self.session.is_everywhere or self._is_meant(scheduler)):
             return None
         if own.stepper() is not scheduler:
-            self._steps_by(stack, own, scheduler)
+            self._steps_by(stack, own, scheduler, args[2] if len(args) > 2 else kwargs.get("sample"))
         return stack.denoising.scheduler_began()
 
-    def _steps_by(self, stack: StageStack, own: OwnGeneration, scheduler: object) -> None:
+    def _steps_by(self, stack: StageStack, own: OwnGeneration, scheduler: object, sample: object) -> None:
         """Take a step of another scheduler than the one before: its own schedule says how many there will be.
 
         Several may have been set before the loop began. One that only follows another's steps (audio beside video) makes none.
@@ -624,6 +662,8 @@ class OwnLoopObserver(Observer):
         own.uses("scheduler", scheduler)
         if stack.denoising is None or not stack.denoising.is_in_step:
             return
+        if isinstance(sample, Tensor) and sample.dim() == len(own.latents):
+            own.samples = int(sample.shape[0])
         is_first, own.stepper = own.stepper() is None, weakref.ref(scheduler)
         planned = _planned_by(scheduler)
         if is_first:
@@ -733,7 +773,7 @@ class OwnLoopObserver(Observer):
         if own is None:
             return
         stage, denoising = own.stage, stack.denoising
-        is_no_loop = not own.has_denoised or not (own.is_repeated or own.is_one_step)
+        is_no_loop = not own.has_denoised or not (own.is_repeated or own.is_one_step) or own.is_at_random
         if not is_now and own.has_denoised and (own.last == 0 or _is_complete(stack)):
             error = None  # it came when the loop was over
         last_ns = own.last_seen_ns()
@@ -922,9 +962,11 @@ def _call_of(stack: StageStack, own: OwnGeneration) -> CallFacts:
     # A solver of second order calls twice a step, too, but for the first step or the last.
     is_guided = stack.most_calls_a_step > 1 and calls == steps * stack.most_calls_a_step
     guidance = stack.most_calls_a_step if is_guided else None
-    if own.pictures and batch and batch % own.pictures == 0:
-        guidance = guidance or batch // own.pictures
-        batch = own.pictures
+    # Guidance doubles what the denoiser is given at once, and neither the scheduler nor the VAE.
+    samples = own.pictures or own.samples
+    if samples and batch and batch % samples == 0:
+        guidance = guidance or batch // samples
+        batch = samples
     return CallFacts(
         num_inference_steps=steps or None,
         guidance_batches=guidance,

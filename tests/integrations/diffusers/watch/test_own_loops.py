@@ -212,7 +212,30 @@ def classify(model: nn.Module) -> None:
         guide(torch.ones(2, 3, 8, 8), torch.full((2,), step))
 
 
+@torch.no_grad()
+def evaluate(model: nn.Module, batch: int, batches: int = 12) -> None:
+    """The loss on data that was not trained on, at timesteps drawn at random, as in Ho et al. 2020, equation 14."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(batches):
+        model(torch.ones(batch, 3, 8, 8), torch.randint(0, 1000, (batch,), generator=generator))
+
+
+def evaluate_latents(parts: Any) -> None:
+    """The same of a latent diffusion model, whose VAE and text encoder work for each batch."""
+    generator, scheduler = torch.Generator().manual_seed(0), DDIMScheduler()
+    for _ in range(3):
+        with torch.no_grad():
+            text = parts.text_encoder(torch.ones(1, 8, dtype=torch.long))[0]
+            latents = parts.vae.encode(torch.zeros(1, 3, 16, 16)).latent_dist.mode()
+            timestep = torch.randint(0, 1000, (1,), generator=generator)
+            noisy = scheduler.add_noise(latents, torch.ones_like(latents), timestep)
+            parts.unet(noisy, timestep, encoder_hidden_states=text)
+
+
 NONE: dict[str, Callable[[], object]] = {
+    "evaluation": lambda: evaluate(Plain().eval(), 4),
+    "evaluation of few batches": lambda: evaluate(Plain().eval(), 4, batches=4),
+    "evaluation of single pictures": lambda: evaluate(Plain().eval(), 1),
     "training": lambda: train(Plain()),
     "training in eval mode": lambda: train(Plain().eval()),
     "a classifier": lambda: classify(Plain()),
@@ -226,6 +249,58 @@ def test_what_is_no_generation(what: str) -> None:
         NONE[what]()
     assert run.stages == ()
     assert "watch.own_loops" not in run.unavailable
+
+
+def test_evaluating_a_latent_diffusion_model_is_no_generation(parts: Any) -> None:
+    with sigmascope.watch() as run:
+        evaluate_latents(parts)
+    assert {stage.name for stage in run.stages} == {"text_encoding", "latent_encoding"}
+
+
+def test_calls_of_a_named_denoiser_at_random_timesteps_are_kept_without_a_generation() -> None:
+    model = Plain().eval()
+    with sigmascope.watch(model) as run:
+        evaluate(model, 4)
+    assert [stage.name for stage in run.stages] == ["denoising"]
+
+
+@torch.no_grad()
+def churned(model: nn.Module) -> Tensor:
+    """Karras et al. 2022, algorithm 2: before each step the noise level is raised a little, and no level comes twice."""
+    x, sigmas = torch.ones(1, 3, 8, 8), [8.0, 6.0, 4.0, 3.0, 2.0, 1.0]
+    for sigma, following in pairwise(sigmas):
+        raised = sigma * 1.4
+        slope = (x - model(x, torch.tensor([raised]))) / raised
+        x = x + slope * (following - raised)
+        slope = (x - model(x, torch.tensor([following * 0.99]))) / following
+    return x
+
+
+@torch.no_grad()
+def there_and_back(model: nn.Module) -> None:
+    """Inversion to noise and generation from it, without a scheduler."""
+    for step in (10, 200, 400, 600, 800, 990, 790, 590, 390, 190):
+        model(torch.ones(1, 3, 8, 8), torch.tensor([step]))
+
+
+@pytest.mark.parametrize("way", [churned, there_and_back])
+def test_loops_whose_timesteps_go_back_in_some_order_are_generations(
+    way: Callable[[nn.Module], object],
+) -> None:
+    with sigmascope.watch() as run:
+        way(Plain())
+    assert [stage.name for stage in run.stages] == ["generation"]
+
+
+def test_guidance_shows_without_a_decoding_where_a_scheduler_makes_steps_of_fewer_samples() -> None:
+    model, scheduler, latents = Plain(), DDIMScheduler(), torch.ones(3, 3, 8, 8)
+    with sigmascope.watch() as run, torch.no_grad():
+        scheduler.set_timesteps(4)
+        for timestep in scheduler.timesteps:
+            plain, asked = model(torch.cat([latents] * 2), timestep.expand(6)).chunk(2)
+            latents = scheduler.step(plain + 2 * (asked - plain), timestep, latents).prev_sample
+    call = run.stages[0].facts["call"]
+    assert (call["batch_size"], call["guidance_batches"]) == (3, 2)
 
 
 def test_what_is_sampled_between_epochs_is_a_generation() -> None:
