@@ -68,6 +68,9 @@ ENVIRONMENT: Final = r"[A-Z][A-Z0-9]+_[A-Z0-9_]+"
 """What names of the environment's switches look like, and no other entry of a recipe."""
 _READ_WITH_ENVIRONMENT: Final = "train mode"
 """An entry of every record that holds the switches that were set."""
+_PIPELINE: Final = "pipeline"
+_CLASS: Final = " class"
+"""What the entry ends in that each component has."""
 LORAS: Final = "LoRAs"
 _OF_LORA: Final = ("strength", "active", "file", "content")
 _OF_NODE: Final = re.compile(r"(.+) \(.+\) .")
@@ -123,10 +126,15 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
 
 
 def _with_unset(recipe: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
-    """A recipe with the switches of the environment that only the other has: a record holds those that were set."""
+    """A recipe with what only the other has: switches of the environment, since a record holds those that were set, and
+    components that a pipeline of the same class may lack.
+    """
     if _READ_WITH_ENVIRONMENT not in recipe:
         return dict(recipe)
-    return {name: NOT_SET for name in other if re.fullmatch(ENVIRONMENT, name)} | dict(recipe)
+    unset = {name: NOT_SET for name in other if re.fullmatch(ENVIRONMENT, name)}
+    if recipe.get(_PIPELINE) == other.get(_PIPELINE) and any(name.endswith(_CLASS) for name in recipe):
+        unset |= {name: NONE for name in other if name.endswith(_CLASS)}
+    return unset | dict(recipe)
 
 
 def _with_names_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
@@ -313,8 +321,9 @@ def _of_request(case: Case) -> Iterator[tuple[str, object]]:
     more = facts.get(RECIPE)
     if isinstance(more, Mapping):
         for part in ("arguments", "given"):
-            entries = more.get(part)
-            yield from entries.items() if isinstance(entries, Mapping) else ()
+            for name, value in _mapping(more.get(part)).items():
+                if not name.startswith("callback"):
+                    yield name, value
         loras = more.get("loras")
         for name, lora in loras.items() if isinstance(loras, Mapping) else ():
             if isinstance(lora, Mapping):
@@ -374,7 +383,8 @@ def _of_case(case: Case) -> Iterator[_Entry]:
         yield _CALL, "seed", ", ".join(map(str, seeds)) if isinstance(seeds, list) else NOT_SET
     else:
         yield _CALL, "seed", case.call.seed
-    yield from _in(_CALL, _of_call(case.call))
+    given = _mapping(_mapping(more).get("arguments"))
+    yield from _in(_CALL, ((name, value) for name, value in _of_call(case.call) if name not in given))
     if isinstance(more, Mapping):
         yield _CALL, "callback", case.call.callback or NONE
         yield from _of_more(more)
@@ -478,7 +488,7 @@ def _of_call(call: CallFacts) -> Iterator[tuple[str, object]]:
 
 
 def _of_pipeline(pipeline: PipelineFacts) -> Iterator[tuple[str, object]]:
-    yield "pipeline", pipeline.class_name
+    yield _PIPELINE, pipeline.class_name
     yield "architecture", pipeline.architecture
     yield from _of_attention(pipeline.attention)
     for name, part in pipeline.components.items():
@@ -493,7 +503,7 @@ def _of_attention(attention: AttentionFacts) -> Iterator[tuple[str, object]]:
 
 def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object]]:
     if part.role != "scheduler":  # which is named by the schedule that was set
-        yield f"{name} class", part.class_name
+        yield f"{name}{_CLASS}", part.class_name
     if part.module is None:
         return
     yield f"{name} parameters", part.module.parameters

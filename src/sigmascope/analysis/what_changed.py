@@ -60,7 +60,7 @@ _PIXELS: Final = ("height", "width", "num_frames")
 _PER_PICTURE: Final = ("batch_size", *_PIXELS)
 _MACHINE: Final = re.compile(
     rf"processor.*|{FAULTS}|{READ}|{COLLECTED}|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
-    r"[a-z]+:\d+( driver)?|autocast|gradients|float32 matmul precision|TF32 .*|cuDNN .*|deterministic algorithms|oneDNN|"
+    r"[a-z]+:\d+( driver)?|autocast|gradients|float32 matmul precision|TF32 .*|cuDNN .*|deterministic algorithms|oneDNN.*|flush denormals|"
     rf"SDPA kernels|default dtype|train mode|hooks on all modules|library functions|{ENVIRONMENT}"
 )
 _BELONGS_TO: Final = {
@@ -72,7 +72,7 @@ _BELONGS_TO: Final = {
         r"vae.*|\w+_processor .*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)
     ),
     "denoising": re.compile(
-        r"scheduler.*|seed|generator .*|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|pipeline (?!methods).*|"
+        r"scheduler.*|(global )?seed|generator .*|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|true_cfg_scale|skip_.*|pag_.*|eta|strength|callback.*|LoRA.*|pipeline (?!methods).*|"
         rf"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|{COMPILED}|"
         + "|".join(_AMOUNTS_OF_WORK)
     ),
@@ -81,7 +81,7 @@ _BELONGS_TO: Final = {
 """By stage, the entries of a recipe that act in it first."""
 
 _NO_EFFECT_ON_TIME: Final = re.compile(
-    r"seed|generator .*|eta|guidance_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*|"
+    r"(global )?seed|generator .*|eta|guidance_scale|true_cfg_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*|"
     r".+ \(.+\) (.*seed|strength.*|filename_prefix)"
 )
 """Entries whose values do not change how long a run takes."""

@@ -19,7 +19,7 @@ import sigmascope
 from sigmascope.analysis.recipe import recipe_differences
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.integrations.diffusers import surroundings
-from sigmascope.integrations.diffusers.arguments import given_arguments
+from sigmascope.integrations.diffusers.arguments import call_facts, given_arguments, other_arguments
 from sigmascope.records.run import Run, Stage
 
 
@@ -215,7 +215,75 @@ def seamless(pipe: Any) -> AbstractContextManager[None]:
 
 PLAIN_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 LATENTS = torch.zeros(1, 4, 4, 4)
+
+
+@contextmanager
+def other_attention(pipe: Any) -> Iterator[None]:
+    """What transformers calculates the text encoder's attention with."""
+    pipe.text_encoder.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        pipe.text_encoder.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def without_denormals(_pipe: Any) -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@contextmanager
+def one_dnn_in_bfloat16(_pipe: Any) -> Iterator[None]:
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = "ieee"
+
+
+def in_chunks(pipe: Any) -> AbstractContextManager[None]:
+    """As `unet.enable_forward_chunking` does."""
+    blocks = [part for part in pipe.unet.modules() if hasattr(part, "_chunk_size")]
+    return swapped(blocks[0], "_chunk_size", 1)
+
+
+@contextmanager
+def other_activation(pipe: Any) -> Iterator[None]:
+    was, pipe.unet.conv_act = pipe.unet.conv_act, torch.nn.GELU()
+    try:
+        yield
+    finally:
+        pipe.unet.conv_act = was
+
+
+@contextmanager
+def otherwise_configured(pipe: Any) -> Iterator[None]:
+    was = pipe.config.requires_safety_checker
+    pipe.register_to_config(requires_safety_checker=not was)
+    try:
+        yield
+    finally:
+        pipe.register_to_config(requires_safety_checker=was)
+
+
 PLANTED = {
+    "denormal numbers": Planted("flush denormals False → True", without_denormals),
+    "oneDNN's precision": Planted("oneDNN precision default → matmul bf16", one_dnn_in_bfloat16),
+    "the text encoder's attention": Planted("text_encoder attention sdpa → eager", other_attention),
+    "chunks": Planted("unet chunk_size none → 1, none", in_chunks),
+    "groups of a norm": Planted(
+        "unet num_groups 4 → 1, 4", lambda pipe: swapped(pipe.unet.conv_norm_out, "num_groups", 1)
+    ),
+    "an activation": Planted("unet activations 16 × SiLU → GELU, 15 × SiLU", other_activation),
+    "a setting of the pipeline": Planted("pipeline requires_safety_checker ", otherwise_configured),
+    "a component that was not there": Planted(
+        "feature_extractor class none → dict", lambda pipe: swapped(pipe, "feature_extractor", {"size": 8})
+    ),
     "a setting of the scheduler": Planted("scheduler thresholding False → True", other_setting),
     "tokens": Planted("tokenizer vocabulary 625 tokens", other_tokens),
     "a side to pad on": Planted(
@@ -425,3 +493,100 @@ def test_another_version_of_a_library_that_has_a_block_is_named(pipe: Any) -> No
         "Merging (merger 0.1.2)",
         "Merging (merger 0.1.3)",
     )
+
+
+def test_the_scale_of_an_ip_adapter_is_compared(pipe: Any) -> None:
+    """Its attention processors keep a list, with a scale for each image prompt."""
+    told = []
+    for scales in ([1.0], [0.3]):
+        with swapped(
+            pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn2, "processor", Scaled(scales)
+        ):
+            told.append(surroundings.surroundings_of(pipe)["unet scale"])
+    assert told == ["0.5, 0.7071067811865476, 1, [1.0]", "0.5, 0.7071067811865476, 1, [0.3]"]
+
+
+class Scaled:
+    """What an IP-Adapter puts in the place of an attention processor."""
+
+    def __init__(self, scale: list[float]) -> None:
+        self.scale = scale
+
+
+def test_settings_of_a_cache_are_compared() -> None:
+    from diffusers import FirstBlockCacheConfig
+
+    made = make_pipeline("flux")
+    assert surroundings.surroundings_of(made)["transformer cache"] == "none"
+    made.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.25))
+    assert surroundings.surroundings_of(made)["transformer cache"] == "FirstBlockCacheConfig threshold 0.25"
+
+
+def brighten(_pipe: Any, _step: int, _timestep: Any, kwargs: Any, strength: float = 0.1) -> Any:
+    return {"latents": kwargs["latents"] + strength}
+
+
+def typed_in(strength: float, folder: str = "/tmp/ipykernel_71", comment: str = "") -> Callable[..., Any]:
+    """A callback as a notebook's cell makes it."""
+    names: dict[str, Any] = {}
+    code = f"{comment}def preview(pipe, step, timestep, kwargs):\n    return {{'latents': kwargs['latents'] + {strength}}}"
+    exec(compile(code, f"{folder}/9876543.py", "exec"), names)
+    made: Callable[..., Any] = names["preview"]
+    return made
+
+
+def test_what_a_callback_does_is_compared_beside_its_name() -> None:
+    def told(callback: Callable[..., Any]) -> dict[str, str]:
+        texts = given_arguments({"callback_on_step_end": callback}).texts
+        return {name: value for name, value in texts.items() if name.startswith("callback ")}
+
+    strong, weak = (functools.partial(brighten, strength=value) for value in (0.5, 0.1))
+    assert told(strong)["callback with"] == "strength 0.5"
+    assert told(strong)["callback code"] == told(weak)["callback code"] == told(brighten)["callback code"]
+    assert told(typed_in(0.1)) == told(typed_in(0.1, folder="/tmp/ipykernel_99", comment="# as before\n"))
+    assert told(typed_in(0.1)) != told(typed_in(0.2))
+    words: dict[str, Any] = {"strength": "a secret"}
+    assert told(functools.partial(brighten, **words))["callback with"] == "no numbers"
+
+
+def test_a_callback_of_a_notebook_is_named_by_its_line() -> None:
+    assert (
+        call_facts({"callback_on_step_end": typed_in(0.1, comment="# first\n")}).callback
+        == "preview (cell:2)"
+    )
+
+
+def test_the_seed_that_all_draw_from_is_compared_where_a_call_was_given_none(pipe: Any) -> None:
+    def seeded(seed: int) -> Run:
+        torch.manual_seed(seed)
+        with sigmascope.watch(pipe) as watching, torch.no_grad():
+            pipe("a fox", num_inference_steps=1, height=32, width=32, output_type="pt")
+        return watching.record()
+
+    first, again, other = (seeded(seed) for seed in (1, 1, 2))
+    assert recipe_differences([again], [first]) == {}
+    assert recipe_differences([other], [first]) == {"global seed": ("1", "2")}
+    assert (
+        "The outputs differ from the latent of denoising on: global seed 1 → 2."
+        in what_changed([other], [first]).headline
+    )
+    assert "global seed" not in given_arguments({"generator": torch.Generator()}).texts
+
+
+def test_each_scale_of_guidance_is_told_as_it_was_given(before: Run) -> None:
+    """FLUX takes a distilled scale, and a second one for true guidance."""
+
+    def with_scales(distilled: float, true: float) -> Run:
+        arguments = {"guidance_scale": distilled, "true_cfg_scale": true}
+        [generation] = before.stages
+        recipe = {**generation.facts["recipe"], "arguments": other_arguments(arguments)}
+        call = {**generation.facts["call"], "guidance_scale": call_facts(arguments).guidance_scale}
+        return replace(
+            before, stages=(replace(generation, facts={**generation.facts, "recipe": recipe, "call": call}),)
+        )
+
+    differs = recipe_differences([with_scales(3.5, 4.0)], [with_scales(3.5, 1.0)])
+    assert differs == {"true_cfg_scale": ("1.0", "4.0")}
+    assert recipe_differences([with_scales(2.0, 1.0)], [with_scales(3.5, 1.0)]) == {
+        "guidance_scale": ("3.5", "2.0")
+    }

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
+from types import CodeType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,6 +25,10 @@ _IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image"
 _CALLBACKS: Final = ("callback_on_step_end", "callback")
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _MOST_SHOWN: Final = 8
+_OF_NOTEBOOKS: Final = "ipykernel_"
+"""What the folders begin with in which a notebook's cells have their files."""
+_UNSEEDED: Final = 67280421310721
+"""What PyTorch's own generator has before anybody gives it a seed."""
 _KEYWORDS: Final = "_kwargs"
 """What names of arguments end in that are mappings of keywords, whose keys are no words of a prompt."""
 _SCALING: Final = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
@@ -77,9 +82,58 @@ def _name_of_callable(callback: Any) -> str:
     while isinstance(callback, functools.partial):
         callback = callback.func
     name = str(getattr(callback, "__qualname__", type(callback).__qualname__)).rsplit("<locals>.", 1)[-1]
-    called = callback if hasattr(callback, "__code__") else getattr(type(callback), "__call__", None)  # noqa: B004
-    code = getattr(getattr(callback, "__func__", called), "__code__", None)
-    return name if code is None else f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
+    code = getattr(_function_of(callback), "__code__", None)
+    return name if code is None else f"{name} ({place_of(code)})"
+
+
+def _function_of(called: Any) -> Any:
+    """The function that runs where something is called: its own, a method's, or that of its class."""
+    if hasattr(called, "__code__"):
+        return called
+    return getattr(called, "__func__", None) or getattr(type(called), "__call__", None)  # noqa: B004
+
+
+def place_of(code: CodeType) -> str:
+    """Where code is written, such as "generate.py:31"; of a notebook's cell, whose file is named by a hash, its line."""
+    path = PurePath(code.co_filename)
+    return f"{'cell' if path.parent.name.startswith(_OF_NOTEBOOKS) else path.name}:{code.co_firstlineno}"
+
+
+def _of_callback(callback: Any) -> dict[str, str]:
+    """What a callback does beside its name: a hash of its code, and numbers that `functools.partial` gives it."""
+    given: dict[str, object] = {}
+    while isinstance(callback, functools.partial):
+        by_place = {str(place): value for place, value in enumerate(callback.args, 1)}
+        given = {**by_place, **callback.keywords, **given}
+        callback = callback.func
+    function = _function_of(callback)
+    told = {}
+    if isinstance(code := getattr(function, "__code__", None), CodeType):
+        told["callback code"] = xxh3_64_hexdigest(repr((_in_plain(code), _defaults_of(function))).encode())[
+            :8
+        ]
+    numbers = [f"{name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)]
+    if given:
+        told["callback with"] = ", ".join(numbers) or "no numbers"
+    return told
+
+
+def _defaults_of(function: Any) -> list[object]:
+    """The values that arguments have by themselves, if they are plain."""
+    held = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [value if isinstance(value, bool | int | float | str) else type(value).__name__ for value in held]
+
+
+def _in_plain(code: CodeType) -> tuple[object, ...]:
+    """What code does, without its place; the same in each process."""
+    constants = [
+        _in_plain(held) if isinstance(held, CodeType) else _in_order(held) for held in code.co_consts
+    ]
+    return code.co_code, constants, code.co_names, code.co_varnames
+
+
+def _in_order(constant: object) -> object:
+    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
 
 
 def other_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +145,21 @@ def other_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in fields(CallFacts)} | {*_GUIDANCE, *_PER_PROMPT}
     others = {name: value for name, value in arguments.items() if name not in known and "prompt" not in name}
     pictures = {name: told_apart(value) for name, value in others.items()}
-    return {
-        name: value if pictures[name] is None else pictures[name]
-        for name, value in others.items()
-        if isinstance(value, bool | int | float) or is_choice(name, value) or pictures[name] is not None
-    } | lora_scales(arguments)
+    return (
+        {
+            name: value if pictures[name] is None else pictures[name]
+            for name, value in others.items()
+            if isinstance(value, bool | int | float) or is_choice(name, value) or pictures[name] is not None
+        }
+        | lora_scales(arguments)
+        | _scales(arguments)
+    )
+
+
+def _scales(arguments: Mapping[str, Any]) -> dict[str, float]:
+    """All scales of guidance as they were given, where there are several: `CallFacts` has the one that asks for it."""
+    scales = {name: arguments[name] for name in _GUIDANCE if isinstance(arguments.get(name), int | float)}
+    return scales if len(scales) > 1 else {}
 
 
 class Given(NamedTuple):
@@ -120,6 +184,12 @@ def given_arguments(arguments: Mapping[str, Any]) -> Given:
     for name, value in arguments.items():
         if name not in known and not _is_prompt(name, value):
             _describe(given, name, value, depth=1)
+    callback = next((arguments[name] for name in _CALLBACKS if arguments.get(name) is not None), None)
+    if callback is not None:
+        given.texts.update(_of_callback(callback))
+    if not _generators(arguments):
+        seed = torch.initial_seed()
+        given.texts["global seed"] = "not set" if seed == _UNSEEDED else str(seed)
     return given
 
 

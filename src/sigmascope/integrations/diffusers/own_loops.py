@@ -158,8 +158,9 @@ def _is_timestep_of(latents: object, timestep: object) -> bool:
 
 def _is_mixed(timestep: object) -> bool:
     """Whether samples have different timesteps; not where reading them would wait for an accelerator."""
-    is_read = isinstance(timestep, Tensor) and timestep.is_cpu and 1 < timestep.numel() <= _MOST_NUMBERS
-    return is_read and len(set(timestep.flatten().tolist())) > 1  # type: ignore[union-attr]
+    if not (isinstance(timestep, Tensor) and timestep.is_cpu and 1 < timestep.numel() <= _MOST_NUMBERS):
+        return False
+    return len(set(timestep.flatten().tolist())) > 1
 
 
 def _has_form_of(latents: Tensor, result: object) -> bool:

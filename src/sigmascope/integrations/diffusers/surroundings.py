@@ -23,23 +23,29 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
+from sigmascope.integrations.diffusers.arguments import place_of
 from sigmascope.integrations.diffusers.recipe import models_in
 from sigmascope.probes.models import components_of
 from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.reading import attempt
 
 ENVIRONMENT: Final = (
-    "CUBLAS_WORKSPACE_CONFIG", "CUDA_CACHE_DISABLE", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING",
-    "CUDA_VISIBLE_DEVICES", "DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_GGUF_CUDA_KERNELS", "DNNL_DEFAULT_FPMATH_MODE",
-    "FLASH_ATTENTION_TRITON_AMD_ENABLE", "GLIBC_TUNABLES", "GOMP_CPU_AFFINITY", "HF_ENABLE_PARALLEL_LOADING", "HF_HUB_OFFLINE",
-    "HF_PARALLEL_LOADING_WORKERS", "HIP_VISIBLE_DEVICES", "HSA_ENABLE_SDMA", "HSA_OVERRIDE_GFX_VERSION", "KMP_AFFINITY",
-    "KMP_BLOCKTIME", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MIOPEN_FIND_ENFORCE", "MIOPEN_FIND_MODE", "MKL_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ENABLE_MPS_FALLBACK", "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_TUNABLEOP_ENABLED", "TORCHDYNAMO_DISABLE",
-    "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_COMPILE_DISABLE", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "USE_HUB_KERNELS",
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUDA_CACHE_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES",
+    "DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_GGUF_CUDA_KERNELS", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA",
+    "FLASH_ATTENTION_TRITON_AMD_ENABLE", "GLIBC_TUNABLES", "GOMP_CPU_AFFINITY", "HF_ENABLE_PARALLEL_LOADING",
+    "HF_HUB_OFFLINE", "HF_PARALLEL_LOADING_WORKERS", "HIP_VISIBLE_DEVICES", "HSA_ENABLE_SDMA",
+    "HSA_OVERRIDE_GFX_VERSION", "KMP_AFFINITY", "KMP_BLOCKTIME", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF",
+    "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MIOPEN_FIND_ENFORCE",
+    "MIOPEN_FIND_MODE", "MKL_CBWR", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE", "OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_WAIT_POLICY",
+    "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_NUM_THREADS", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ENABLE_MPS_FALLBACK", "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_TUNABLEOP_ENABLED",
+    "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+    "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_COMPILE_DISABLE", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
+    "USE_HUB_KERNELS",
 )  # fmt: skip
 """Switches of the libraries, and of the C library's memory, that change speed or numbers."""
 _PATHS: Final = "LD_PRELOAD"
@@ -54,9 +60,14 @@ _OF_MODULE: Final = (
     "rescale_output_factor",
     "upcast_attention",
     "upcast_softmax",
+    "num_groups",
+    "slice_size",
+    "_chunk_size",
 )
-"""Settings that scripts write on a model's modules."""
+"""Settings that scripts and pipelines write on a model's modules, and on what calculates their attention."""
+_PROCESSOR: Final = "processor"
 _PLAIN: Final = (bool, int, float, str)
+_ACTIVATIONS: Final = "torch.nn.modules.activation"
 _OF_TORCH: Final = frozenset(("torch", "torch.nn.functional"))
 """Modules that hold functions of PyTorch alone."""
 _OWN_FOLDER: Final = str(PurePath(__file__).parents[2])
@@ -69,8 +80,8 @@ _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
 _OWN: Final = "sigmascope."
 _LIBRARIES: Final = ("torch", "diffusers", "transformers", "accelerate", "peft")
 """Their versions are in every record."""
-_FACTORS: Final = ("scaling_factor", "shift_factor")
-"""Of a VAE's configuration: what pipelines multiply latents by."""
+_FACTORS: Final = ("scaling_factor", "shift_factor", "force_upcast")
+"""Of a VAE's configuration: what pipelines multiply latents by, and whether they decode them in float32."""
 _NUMBERS: Final = ("init_noise_sigma",)
 _TABLES: Final = ("betas", "alphas_cumprod")
 """What a scheduler made of its configuration, from which each schedule is taken."""
@@ -90,6 +101,18 @@ def _attention_kernels() -> str:
     return " + ".join(name for name in names if getattr(backends, f"{name}_sdp_enabled", bool)()) or "none"
 
 
+def _precisions(backend: Any) -> str:
+    """What oneDNN calculates float32 in, where that is not what PyTorch chooses by itself."""
+    parts = {"all": backend, **{part: getattr(backend, part, None) for part in ("matmul", "conv", "rnn")}}
+    told = {name: getattr(part, "fp32_precision", "none") for name, part in parts.items()}
+    return (
+        ", ".join(f"{name} {value}" for name, value in told.items() if value not in ("none", "ieee"))
+        or "default"
+    )
+
+
+_SMALLEST: Final = sys.float_info.min
+"""Half of it is 0 where the processor flushes denormal numbers."""
 _SWITCHES: Final[Mapping[str, Callable[[], object]]] = {
     "autocast": _autocast,
     "gradients": lambda: "inference mode" if torch.is_inference_mode_enabled() else torch.is_grad_enabled(),
@@ -100,6 +123,10 @@ _SWITCHES: Final[Mapping[str, Callable[[], object]]] = {
     "cuDNN deterministic": lambda: torch.backends.cudnn.deterministic,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "oneDNN": lambda: torch.backends.mkldnn.enabled,
+    "oneDNN precision": lambda: _precisions(torch.backends.mkldnn),
+    "flush denormals": lambda: _SMALLEST / 2 == 0.0,
+    "processor kernels": torch.backends.cpu.get_cpu_capability,
+    "processors allowed": lambda: len(os.sched_getaffinity(0)),
     "SDPA kernels": _attention_kernels,
     "default dtype": lambda: _short(torch.get_default_dtype()),
 }
@@ -155,6 +182,11 @@ def _short(value: object) -> str:
 def _of_model(name: str, model: nn.Module) -> Iterator[tuple[str, str]]:
     """Hooks and methods on a model's modules that neither it nor this package put there, and FreeU."""
     tree = tree_of(model)
+    if hasattr(type(model), "enable_cache"):
+        yield f"{name} cache", _in_plain_words(getattr(model, "_cache_config", None))
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if isinstance(chosen, str):
+        yield f"{name} attention", chosen
     hooks: dict[str, int] = {}
     patched: dict[str, int] = dict(_patched(model))
     freeu: dict[str, int] = {}
@@ -176,6 +208,16 @@ def _of_model(name: str, model: nn.Module) -> Iterator[tuple[str, str]]:
     ):
         yield f"{name} {what}", _in_words(counts)
     yield from _of_modules(name, tree)
+
+
+def _in_plain_words(settings: object) -> str:
+    """An object's class with its plain attributes, such as "FirstBlockCacheConfig threshold 0.05"."""
+    if settings is None:
+        return "none"
+    held = {key: value for key, value in vars(settings).items() if type(value) in _PLAIN}
+    return _short(
+        " ".join([type(settings).__name__, ", ".join(f"{key} {value}" for key, value in held.items())])
+    )
 
 
 def _foreign_classes(model: nn.Module, modules: Sequence[nn.Module]) -> dict[str, int]:
@@ -252,7 +294,7 @@ def _name_of(called: Any) -> str | None:
         return f"{library}.{name}"
     if library in _LIBRARIES:  # it has the name of what it replaced, as `functools.wraps` gives it
         name = code.co_name
-    return f"{name.rsplit('<locals>.', 1)[-1]} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
+    return f"{name.rsplit('<locals>.', 1)[-1]} ({place_of(code)})"
 
 
 def _of_tokenizers(pipeline: object) -> Iterator[tuple[str, str]]:
@@ -286,6 +328,10 @@ def _of_pipeline(pipeline: Any) -> Iterator[tuple[str, str]]:
         if (code := getattr(inspect.unwrap(vars(kind).get("__init__", str)), "__code__", None)) is not None
         for name in code.co_names
     }
+    own = getattr(pipeline, "config", None)
+    for key, held in own.items() if isinstance(own, Mapping) else ():
+        if isinstance(held, bool | int | float) and not key.startswith("_"):
+            yield f"pipeline {key}", _short(held)
     for name, value in list(vars(pipeline).items()):
         if name not in given or name.startswith("_"):
             continue
@@ -302,12 +348,29 @@ def _of_modules(name: str, tree: ModuleTree) -> Iterator[tuple[str, str]]:
     owns = tree.own
     places = tree.derive(
         "settings",
-        lambda: {key: tree.holding(key) for key in _OF_MODULE},
+        lambda: {key: tree.holding(key) for key in (*_OF_MODULE, _PROCESSOR)},
     )
-    for key, holders in places.items():
-        values = {value for at in holders if type(value := owns[at].get(key)) in _PLAIN}
+    held = [owns[at].get(_PROCESSOR) for at in places[_PROCESSOR]]
+    processors = [vars(processor) for processor in held if hasattr(processor, "__dict__")]
+    for key in _OF_MODULE:
+        found = [own[key] for own in (*(owns[at] for at in places[key]), *processors) if key in own]
+        values = {"none" if value is None else str(value) for value in found if _is_plain(value)}
         if values:
-            yield f"{name} {key}", _short(", ".join(sorted(map(str, values))))
+            yield f"{name} {key.removeprefix('_')}", _short(", ".join(sorted(values)))
+    activations = tree.derive(
+        "activations",
+        lambda: Counter(kind.__name__ for kind in map(type, tree.modules) if kind.__module__ == _ACTIVATIONS),
+    )
+    yield f"{name} activations", _in_words(activations)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a number, a switch, a word or none, or a list of them, as IP-Adapters keep their scales."""
+    if value is None:
+        return True
+    if isinstance(value, list | tuple):
+        return 0 < len(value) <= _MOST_NAMED and all(type(one) in _PLAIN for one in value)
+    return type(value) in _PLAIN
 
 
 def _in_libraries(pipeline: object, models: Mapping[str, nn.Module]) -> dict[str, int]:
@@ -356,7 +419,7 @@ def _replacement(name: str, held: object, roots: tuple[str, ...]) -> str | None:
         return None
     if code.co_filename.startswith("<") and not code.co_filename.startswith(_TYPED_IN):
         return None
-    return f"{name} by {code.co_name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
+    return f"{name} by {code.co_name} ({place_of(code)})"
 
 
 def _code_of(held: object) -> CodeType | None:
