@@ -369,13 +369,23 @@ _PATHS = re.compile(
 """An absolute path within a text, up to the end of its last folder and the first word of its file's name."""
 
 
+_CELL = re.compile(r".*[/\\]ipykernel_[0-9]+[/\\][0-9]+\.py")
+"""The file that Jupyter's kernel gives a notebook's cell, named by a hash of what stands in it."""
+CELL = "cell"
+
+
+def is_cell(path: str) -> bool:
+    """Whether a file's name is that of a cell of a notebook."""
+    return _CELL.fullmatch(path) is not None
+
+
 def short_path(path: str | os.PathLike[str]) -> str:
     """A path as records name it, without folders that reveal the user or the machine.
 
     A file of an installed package becomes `diffusers/…`, one in the hub's cache `models--…`. Other files are named relative
     to the folder of the script that runs, to the working folder or as `~/…`; failing that, only the last two parts remain,
-    without the name of a user's folder. A path that is not absolute, such as a
-    name on the hub or `<stdin>`, stays as it is.
+    without the name of a user's folder. A notebook's cell, whose file is named by a hash, is `cell`. A path that is not
+    absolute, such as a name on the hub or `<stdin>`, stays as it is.
     """
     text = os.fsdecode(path)
     if text.startswith("<") and text.endswith(">"):
@@ -383,6 +393,8 @@ def short_path(path: str | os.PathLike[str]) -> str:
     from_windows = os.name != "nt" and _WINDOWS.match(text) is not None
     if not (os.path.isabs(text) or from_windows):  # noqa: PTH117 - text is what paths are compared as
         return text
+    if is_cell(text):
+        return CELL
     before = _MACHINE_FOLDERS.match(text)
     if before is not None:
         return text[before.end() :]

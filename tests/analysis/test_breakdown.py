@@ -264,6 +264,37 @@ def test_a_failure_in_a_series_says_which_it_was(fails: tuple[int, ...], says: s
     assert "failed" not in what_changed([series], [series]).headline
 
 
+@pytest.mark.parametrize(("apart", "is_beside"), [(1.0, True), (4.0, False)])
+def test_calls_of_one_pipeline_at_the_same_time_are_named_where_a_scheduler_runs_out_of_steps(
+    apart: float, is_beside: bool
+) -> None:
+    """diffusers 7851 and 3672, Qwen-Image 236: two requests at once, and both end in an IndexError."""
+    failure: dict[str, Any] = {
+        "success": False,
+        "error": "IndexError: index 11 is out of bounds for dimension 0 with size 11",
+    }
+    stages = [
+        Stage("generation", at, 3.0, children=(Stage("denoising", at, 3.0, **failure),), **failure)
+        for at in (0.0, apart)
+    ]
+    said = headline(run_of(*stages))
+    assert (
+        "another generation ran at the same time, and a scheduler that both use counts the steps" in said
+    ) is is_beside
+    other = {**failure, "error": "ValueError: bad"}
+    assert "at the same time" not in headline(
+        run_of(*(Stage("generation", at, 3.0, **other) for at in (0.0, 1.0)))
+    )
+
+
+def test_what_was_interrupted_is_not_said_to_have_failed() -> None:
+    stopped: dict[str, Any] = {"success": False, "error": "KeyboardInterrupt"}
+    run = run_of(
+        Stage("generation", 0.0, 3.0, children=(Stage("denoising", 0.0, 2.0, **stopped),), **stopped)
+    )
+    assert headline(run).startswith("denoising was interrupted after 2.00 s: KeyboardInterrupt.")
+
+
 def test_an_attempt_that_failed_in_a_stage_that_went_well_is_no_failure() -> None:
     attempt = Stage("direct", 0.0, 1.0, success=False, error="OutOfMemoryError: 8 GB")
     run = run_of(Stage("latent_decoding", 0.0, 9.0, children=(attempt,)))

@@ -104,3 +104,15 @@ def test_paths_within_a_text(text: str, short: str | None) -> None:
 
 def test_a_long_text_of_slashes_takes_no_time() -> None:
     assert len(short_paths("/a b " * 20_000)) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "short"),
+    [
+        ("/tmp/ipykernel_4711/2205841813.py", "cell"),
+        (r"C:\Users\Jane Doe\AppData\Local\Temp\ipykernel_9128\361413445.py", "cell"),
+        ("/srv/ipykernel_4711/preview.py", "ipykernel_4711/preview.py"),
+    ],
+)
+def test_a_cell_of_a_notebook_is_not_named_by_its_hash(path: str, short: str) -> None:
+    assert short_path(path) == short

@@ -143,7 +143,7 @@ def _interrupted(folder: Path) -> Made:
         signal.raise_signal(signal.SIGINT)
         return values
 
-    says, pipeline = "denoising failed after", make_pipeline("sd15")
+    says, pipeline = "denoising was interrupted after", make_pipeline("sd15")
     return _failing(pipeline, 1, says, kind=KeyboardInterrupt, callback_on_step_end=interrupt)
 
 

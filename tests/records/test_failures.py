@@ -352,3 +352,23 @@ def test_an_old_record_that_quotes_a_trace_gives_no_frames_of_it() -> None:
     (raised,) = raised_in(ExceptionDetails("ValueError", QUOTED, trace))
     assert raised.frames == ("a.py:3 in f",)
     assert raised_in(ExceptionDetails("ValueError", "something else", trace)) == []
+
+
+def test_the_way_to_an_error_in_a_notebook_begins_in_its_cell() -> None:
+    trace = """Traceback (most recent call last):
+  File "/opt/env/lib/python3.11/site-packages/ipykernel/kernelbase.py", line 508, in dispatch_shell
+    await result
+  File "/opt/env/lib/python3.11/site-packages/IPython/core/interactiveshell.py", line 3577, in run_code
+    exec(code_obj, self.user_global_ns, self.user_ns)
+  File "/tmp/ipykernel_4711/361413445.py", line 2, in <module>
+    show(pipe("a fox"))
+  File "/opt/env/lib/python3.11/site-packages/IPython/core/display.py", line 9, in show
+    raise ValueError("no picture")
+ValueError: no picture
+"""
+    (raised,) = raised_in(ExceptionDetails("ValueError", "no picture", trace))
+    assert raised.frames == ("cell:2 in <module>", "IPython/core/display.py:9 in show")
+    (script,) = raised_in(
+        ExceptionDetails("ValueError", "no picture", trace.replace("ipykernel_4711/361413445", "show"))
+    )
+    assert len(script.frames) == 4

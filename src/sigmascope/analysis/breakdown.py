@@ -75,6 +75,9 @@ _TOLD_FIRST: Final = (
 """Findings on the run as a whole, of which the first one leads the headline."""
 _LONGEST_ERROR: Final = 800
 """Characters, where it is not shown whole."""
+_SHARED: Final = (
+    "; another generation ran at the same time, and a scheduler that both use counts the steps of both"
+)
 _FAULTS: Final = ("critical", "error")
 _CAUSES: Final = {"values.not_finite": "lora_not_finite", "picture.not_finite": "lora_not_finite"}
 """What a finding follows from, where the run has both."""
@@ -389,7 +392,21 @@ def _failure(run: Run, with_whole_error: bool) -> str | None:
     cause = refused_lora(failed)
     if cause is not None:
         why = f": {cause.rstrip('.')}{why and f'. It raised {why[2:]}'}"
-    return f"{_which_failed(run)}{in_one_line(failed.name)} failed after {units.seconds(failed.seconds)}{why.rstrip('.')}."
+    how = "was interrupted" if error.startswith("KeyboardInterrupt") else "failed"
+    beside = _SHARED if error.startswith("IndexError") and _ran_beside_others(run, failed) else ""
+    return f"{_which_failed(run)}{in_one_line(failed.name)} {how} after {units.seconds(failed.seconds)}{why.rstrip('.')}{beside}."
+
+
+def _ran_beside_others(run: Run, failed: Stage) -> bool:
+    """Whether another generation began before the one that a stage failed in was over, or the other way round."""
+    generations = _generations(run)
+    around = next((stage for stage in generations if any(part is failed for part in stage.walk())), None)
+    return around is not None and any(
+        other.started_seconds < around.started_seconds + around.seconds
+        and around.started_seconds < other.started_seconds + other.seconds
+        for other in generations
+        if other is not around
+    )
 
 
 def _which_failed(run: Run) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from sigmascope.files import short_path
+from sigmascope.files import CELL, short_path
 from sigmascope.records.run import ExceptionDetails, Stage
 from sigmascope.units import format_size
 
@@ -315,6 +315,9 @@ def quoted(message: str) -> str:
     return _STRUCTURE.sub("    ", message)
 
 
+_KERNEL: Final = ("ipykernel/", "ipykernel_launcher.py:", "IPython/")
+
+
 def raised_in(details: ExceptionDetails) -> list[Raised]:
     """The exceptions of a stack trace, in the order in which they were raised, without any word of their messages.
 
@@ -377,8 +380,14 @@ def _exception(lines: Sequence[tuple[str, str]], link: str | None = None) -> lis
     told = [line for line in body[end:] if line.strip()]
     kind = _KIND.match(told[0]) if told else None
     cause = cause_in_words("\n".join(told)[kind.end() :]) if kind is not None else None
-    frames = tuple(filter(None, map(_place, body[:end])))
+    frames = _of_program(tuple(filter(None, map(_place, body[:end]))))
     return [Raised(kind[0] if kind else "an error", cause, frames, link, depth)]
+
+
+def _of_program(frames: tuple[str, ...]) -> tuple[str, ...]:
+    """The frames without those of a notebook's kernel, which lead to each of its cells."""
+    first = next((number for number, frame in enumerate(frames) if frame.startswith(f"{CELL}:")), 0)
+    return frames[first:] if any(frame.startswith(_KERNEL) for frame in frames[:first]) else frames
 
 
 def _place(line: str) -> str | None:

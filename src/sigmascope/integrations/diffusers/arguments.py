@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
+from sigmascope.files import CELL, is_cell
 from sigmascope.integrations.diffusers.pictures import told_apart
 from sigmascope.records.prompts import is_choice
 from sigmascope.records.run import CallFacts
@@ -25,8 +26,6 @@ _IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image"
 _CALLBACKS: Final = ("callback_on_step_end", "callback")
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _MOST_SHOWN: Final = 8
-_OF_NOTEBOOKS: Final = "ipykernel_"
-"""What the folders begin with in which a notebook's cells have their files."""
 _UNSEEDED: Final = 67280421310721
 """What PyTorch's own generator has before anybody gives it a seed."""
 _KEYWORDS: Final = "_kwargs"
@@ -95,8 +94,8 @@ def _function_of(called: Any) -> Any:
 
 def place_of(code: CodeType) -> str:
     """Where code is written, such as "generate.py:31"; of a notebook's cell, whose file is named by a hash, its line."""
-    path = PurePath(code.co_filename)
-    return f"{'cell' if path.parent.name.startswith(_OF_NOTEBOOKS) else path.name}:{code.co_firstlineno}"
+    path = code.co_filename
+    return f"{CELL if is_cell(path) else PurePath(path).name}:{code.co_firstlineno}"
 
 
 def _of_callback(callback: Any) -> dict[str, str]:
