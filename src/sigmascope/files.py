@@ -357,7 +357,7 @@ _MACHINE_FOLDERS = re.compile(
 """The path up to an installed package, or up to a model in the hub's cache."""
 
 _NO_FILE = re.compile(
-    r"<(?:string|stdin|code|__array_function__ internals|frozen [\w.]+|ipython-input-[\w-]+)>"
+    r"<(?:string|stdin|code|cell|__array_function__ internals|frozen [\w.]+|ipython-input-[\w-]+)>"
 )
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _FOLDER = r"""(?!\s)(?:[^\\/\n"'`<>|:]|:(?![\s/\\])|(?<=\w)'(?=\w)){0,255}(?<!\s)"""  # may hold spaces, as "Jane Doe" does
@@ -371,7 +371,7 @@ _PATHS = re.compile(
 
 _CELL = re.compile(r".*[/\\]ipykernel_[0-9]+[/\\][0-9]+\.py")
 """The file that Jupyter's kernel gives a notebook's cell, named by a hash of what stands in it."""
-CELL = "cell"
+CELL = "<cell>"
 
 
 def is_cell(path: str) -> bool:
@@ -384,7 +384,7 @@ def short_path(path: str | os.PathLike[str]) -> str:
 
     A file of an installed package becomes `diffusers/…`, one in the hub's cache `models--…`. Other files are named relative
     to the folder of the script that runs, to the working folder or as `~/…`; failing that, only the last two parts remain,
-    without the name of a user's folder. A notebook's cell, whose file is named by a hash, is `cell`. A path that is not
+    without the name of a user's folder. A notebook's cell, whose file is named by a hash, is `<cell>`. A path that is not
     absolute, such as a name on the hub or `<stdin>`, stays as it is.
     """
     text = os.fsdecode(path)

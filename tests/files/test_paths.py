@@ -109,8 +109,8 @@ def test_a_long_text_of_slashes_takes_no_time() -> None:
 @pytest.mark.parametrize(
     ("path", "short"),
     [
-        ("/tmp/ipykernel_4711/2205841813.py", "cell"),
-        (r"C:\Users\Jane Doe\AppData\Local\Temp\ipykernel_9128\361413445.py", "cell"),
+        ("/tmp/ipykernel_4711/2205841813.py", "<cell>"),
+        (r"C:\Users\Jane Doe\AppData\Local\Temp\ipykernel_9128\361413445.py", "<cell>"),
         ("/srv/ipykernel_4711/preview.py", "ipykernel_4711/preview.py"),
     ],
 )

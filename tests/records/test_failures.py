@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import CLIPTextModel
 
+from sigmascope.files import short_paths
 from sigmascope.monitor import Recorder
 from sigmascope.probes.reading import keeping_words
 from sigmascope.records.failures import cause_in_words, raised_in, trace_without_words
@@ -367,7 +368,11 @@ def test_the_way_to_an_error_in_a_notebook_begins_in_its_cell() -> None:
 ValueError: no picture
 """
     (raised,) = raised_in(ExceptionDetails("ValueError", "no picture", trace))
-    assert raised.frames == ("cell:2 in <module>", "IPython/core/display.py:9 in show")
+    assert raised.frames == ("<cell>:2 in <module>", "IPython/core/display.py:9 in show")
+    (kept,) = raised_in(
+        ExceptionDetails("ValueError", "no picture", short_paths(trace))
+    )  # as a record holds it
+    assert kept.frames == raised.frames
     (script,) = raised_in(
         ExceptionDetails("ValueError", "no picture", trace.replace("ipykernel_4711/361413445", "show"))
     )

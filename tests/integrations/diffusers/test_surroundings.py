@@ -552,7 +552,7 @@ def test_what_a_callback_does_is_compared_beside_its_name() -> None:
 def test_a_callback_of_a_notebook_is_named_by_its_line() -> None:
     assert (
         call_facts({"callback_on_step_end": typed_in(0.1, comment="# first\n")}).callback
-        == "preview (cell:2)"
+        == "preview (<cell>:2)"
     )
 
 
