@@ -14,6 +14,11 @@ LONGEST: Final = (
     "tests/analysis/diagnostics/test_faults_of_steps.py",
     "tests/stages/lora_application/test_random_programs.py",
     "tests/lbm/training/train/test_resume.py",
+    "tests/lbm/training/distributed/test_sharded.py",
+    "tests/history/test_many_writers.py",
+    "tests/integrations/diffusers/watch_session/test_broken_close.py",
+    "tests/integrations/diffusers/watch_session/test_long_life.py",
+    "tests/examples/test_github_workflow.py",
 )
 """Of few tests that take long. Begun last, one of them would leave the other processes idle."""
 
