@@ -62,9 +62,10 @@ def test_loras_that_act_at_the_end_have_a_line_with_their_strength(stages: tuple
     )
 
 
-def call_with(strength: float | None, active: int = 2) -> Stage:
+def call_with(strength: float | None, active: int = 2, content: str = "a") -> Stage:
     """A call with "style" on the U-Net; without any LoRA where there is no strength."""
-    lora = {"unet.style": {"strength": [strength, strength], "layers": 2, "active": active}}
+    style = {"strength": [strength, strength], "layers": 2, "active": active, "content": content}
+    lora = {"unet.style": style}
     return Stage("generation", 0.2, 8.0, facts={"recipe": {"loras": {} if strength is None else lora}})
 
 
@@ -105,10 +106,15 @@ def test_a_lora_that_acts_in_the_last_call_is_not_said_to_do_nothing(
             "The LoRA acts at strength 0.1 in the last call, not at 1: other code set it. "
             "‖ΔW‖ / ‖W‖ was 20 % in the denoiser before.",
         ),
+        (
+            call_with(1.0, content="b"),
+            "The LoRA acts with other factors in the last call than in the first: other code wrote them. "
+            "‖ΔW‖ / ‖W‖ was 20 % in the denoiser before.",
+        ),
         (call_with(None), None),
         (call(), "The LoRA acts: ‖ΔW‖ / ‖W‖ is 20 % in the denoiser."),
     ],
-    ids=["as it was set", "scaled by other code", "a clean model in its place", "not told"],
+    ids=["as it was set", "scaled by other code", "trained", "a clean model in its place", "not told"],
 )
 def test_how_a_lora_acts_is_told_by_the_last_call_too(last: Stage, words: str | None) -> None:
     told = acting_lora(run_of(loaded(1.0), call_with(1.0), last))

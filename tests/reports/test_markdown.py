@@ -17,6 +17,14 @@ def test_the_first_line_says_what_is_in_it_and_what_is_left_out() -> None:
     assert verdict == "**50 % of 12.00 s went into denoising: 4 steps of 1.50 s.**"
 
 
+def test_a_lora_that_acts_is_told_below_the_verdict() -> None:
+    changes = {"relative_change": 0.199}
+    facts = {"lora_application": {"effective": True, "findings": [], "unet_weight_changes": changes}}
+    run = replace(RUN, stages=(*RUN.stages, Stage("lora_application", 0.0, 0.1, facts=facts)))
+    assert "**\n\nThe LoRA acts: ‖ΔW‖ / ‖W‖ is 20 % in the denoiser.\n" in to_markdown(run)
+    assert "The LoRA" not in to_markdown(RUN)
+
+
 def test_a_long_record_makes_sixty_lines_at_most() -> None:
     findings = tuple(Finding(f"rule.{number}", "info", f"Number {number}.") for number in range(50))
     host = HostFacts("cpu", 2, 2, 1, "os", "3.11", {f"library{number}": "1" for number in range(90)})

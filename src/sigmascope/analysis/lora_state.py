@@ -174,6 +174,11 @@ def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> s
         if set_to and found and not any(all(map(_is_same, set_to, one)) for one in found):
             words = f"at strength {_in_words(found[-1])} in the last call, not at {_in_words(set_to)}"
             return f"The LoRA acts {words}: other code set it."
+    first, now = (_in_call(call) for call in (calls[0], calls[-1]))
+    for name in first.keys() & now.keys():
+        both = first[name].get("content"), now[name].get("content")
+        if name.partition(".")[2] in dict(acting) and None not in both and both[0] != both[1]:
+            return "The LoRA acts with other factors in the last call than in the first: other code wrote them."
     return None
 
 

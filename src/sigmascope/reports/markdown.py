@@ -17,6 +17,7 @@ from sigmascope.analysis.breakdown import (
     large_rows,
     run_findings,
 )
+from sigmascope.analysis.lora_state import acting_lora
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of
 from sigmascope.analysis.what_changed import what_changed
@@ -64,6 +65,7 @@ def to_markdown(runs: Recorded | Iterable[Recorded], *, prompts: PromptPrivacy =
         runs="one run" if changed is None else f"{len(shown)} runs, the first before the others",
         privacy=kept,
         headline=as_text(headline(last) if changed is None else changed.headline, _LONGEST_HEADLINE),
+        acts=as_text((acting_lora(last) if changed is None else None) or "", _LONGEST_HEADLINE),
         raised_at=as_text(" → ".join(failure_places(last)), _LONGEST_CHAIN),
         name=as_text(last.name or "unnamed"),
         took=took(last.seconds),
