@@ -292,8 +292,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_lost_in_rounding": VerdictRow(
         "warning",
-        "The LoRA changes nothing: its merged change of {weights} is lost in rounding, below half a step of {dtype}.",
-        "Leave it unmerged, raise its strength, or use a base of more bits.",
+        "The LoRA changes nothing: its change of {weights} is lost in rounding, below half a step of {dtype}.",
+        "Raise its strength. If it is merged, leave it unmerged, or use a base of more bits.",
     ),
     "lora_arrives_weak": VerdictRow(
         "warning",

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from math import isfinite, prod
+from math import isfinite, prod, sqrt
 from typing import Final, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from sigmascope.stages.schema import (
     WeightChanges,
 )
 from sigmascope.stages.signed_patches import begin_contents
-from sigmascope.stages.weight_verdict import NOT_SEEN
+from sigmascope.stages.weight_verdict import NOT_SEEN, is_below_any_bit
 from sigmascope.units import counted
 
 STAGE: Final = "lora_application"
@@ -353,7 +353,11 @@ def _idle_changes(
     found = [
         IdleChange(patch.key, "lora_cancelled", source=patch.source)
         if id(patch) in cancelled and patch.key not in acted
-        else IdleChange(patch.key, *_why_idle(patch, zero.get(id(patch)), before, acted), source=patch.source)
+        else IdleChange(
+            patch.key,
+            *_why_idle(patch, zero.get(id(patch)), extremes[id(patch)].value or [], before, acted),
+            source=patch.source,
+        )
         for patch in applied.patches
     ]
     if not any(change.cause == _AS_BEFORE for change in found):
@@ -421,6 +425,7 @@ _FIRST_LOOK: Final = 8  # weights
 def _why_idle(
     patch: AppliedPatch,
     zero_tensor: str | None,
+    extremes: Sequence[float],
     before: ModelSnapshot,
     acted: Mapping[str, Collection[str | None]],
 ) -> tuple[str, str]:
@@ -440,6 +445,8 @@ def _why_idle(
     dtype = attempt(lambda: _lost_in(patch, before)).value
     if dtype is not None:
         return "lora_lost_in_rounding", dtype
+    if attempt(lambda: _is_below_any_bit(patch, extremes, before)).value:
+        return "lora_lost_in_rounding", "float32"
     return (
         "lora_without_effect",
         f"{patch.state_reason or 'its state is not known'}, and the weight is as before",
@@ -468,6 +475,19 @@ def _lost_in(patch: AppliedPatch, before: ModelSnapshot) -> str | None:
     dtype = sample.dtype
     is_lost = len(change) == len(old) and torch.equal((old + change).to(dtype), old.to(dtype))
     return str(dtype).removeprefix("torch.") if is_lost else None
+
+
+def _is_below_any_bit(patch: AppliedPatch, extremes: Sequence[float], before: ModelSnapshot) -> bool:
+    """Whether the largest numbers of its factors, as `read_extremes` gives them, alone say so."""
+    sample = before.samples.get(patch.key)
+    if patch.adapter_type != "lora" or sample is None or not sample.is_floating_point():
+        return False
+    largest = [max(map(abs, pair)) for pair in zip(extremes[::2], extremes[1::2], strict=True)]
+    sizes = [sqrt(tensor.numel()) for tensor in patch.tensors.values() if has_extremes(tensor)]
+    most = prod(largest) * prod(sizes) * abs((patch.scale or 0.0) * (patch.strength or 0.0))
+    share = sqrt(prod(patch.weight_shape or ()) / len(sample))
+    whole = share * float(torch.linalg.vector_norm(as_float64(sample)))
+    return len(largest) == 2 and whole > 0.0 and is_below_any_bit(most / whole, sample.dtype)
 
 
 def _on_overlaps(name: str, patches: PatchAnalysis) -> Iterator[Finding]:

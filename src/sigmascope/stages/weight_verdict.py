@@ -44,6 +44,8 @@ _NO_EFFECT: Final = Effect(None, None, None, False)
 _UNEXPLAINED: Final = 4.0  # times the rounding of one merge: a weight may have been merged and unmerged often
 _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is rounding
 _MOST_AT_ONCE: Final = 1024  # weights whose elements are compared together
+_SHARE_OF_NO_BIT: Final = torch.finfo(torch.float32).eps ** 2
+"""‖ΔW‖/‖W‖ up to which no output of a layer moves by a bit in float32: of so many outputs one lies so near to a step."""
 NOT_SEEN: Final = "the weights before and after could not be compared, and no change is registered"
 
 
@@ -248,7 +250,14 @@ def _is_effective(weight: WeightEvidence, found: _Found, content_is_rounding: bo
         return False
     if found.within_rounding or (found.source != "patches" and nothing_inside and content_is_rounding):
         return False
-    return found.effect.delta_norm > 0.0
+    return found.effect.delta_norm > 0.0 and not is_below_any_bit(
+        found.effect.relative_change, weight.now.dtype
+    )
+
+
+def is_below_any_bit(relative: float | None, dtype: torch.dtype) -> bool:
+    """Whether a change of this share of a weight moves nothing that the layer computes, though it is not zero."""
+    return relative is not None and relative <= _SHARE_OF_NO_BIT and dtype != torch.float64
 
 
 def _by_books(weight: WeightEvidence) -> Effect | None:

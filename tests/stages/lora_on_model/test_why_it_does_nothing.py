@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 from tests.stages.lora_application.test_random_programs import Tiny, file_of
@@ -41,6 +42,20 @@ def test_beside_one_that_acts_a_lora_that_is_off_is_told_by_its_name_and_once(tm
         words = f"The LoRA {name} changes nothing: its adapter is not active on 1 weight."
         assert told[number]["lora_not_active"] == words
         assert "lora_as_before" in told[number]
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-3])
+def test_a_change_that_moves_no_bit_is_lost_in_rounding(size: float) -> None:
+    model = Tiny().requires_grad_(False).eval()
+    inputs = torch.randn(64, 24, generator=torch.Generator().manual_seed(0))
+    baseline, before = capture_lora_baseline(model, None), model.one(inputs)
+    state = {name: size * tensor for name, tensor in file_of(model, 3).items() if name.startswith("one.")}
+    model.load_lora_adapter(state, prefix=None)
+    found = analyze_lora_application_results(baseline, model, None, model)
+    moved = not torch.equal(model.one(inputs), before)
+    assert found["effective"] is moved is (size > 1e-6)
+    ids = [finding["id"] for finding in found["findings"]]
+    assert ids == ([] if moved else ["lora_lost_in_rounding"])
 
 
 def test_factors_that_the_loader_found_no_values_for_are_told_as_such(tmp_path: Path) -> None:
