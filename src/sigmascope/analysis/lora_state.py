@@ -178,7 +178,9 @@ def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> s
     for name in first.keys() & now.keys():
         both = first[name].get("content"), now[name].get("content")
         if name.partition(".")[2] in dict(acting) and None not in both and both[0] != both[1]:
-            return "The LoRA acts with other factors in the last call than in the first: other code wrote them."
+            return (
+                "The LoRA acts with other factors in the last call than in the first: other code wrote them."
+            )
     return None
 
 
