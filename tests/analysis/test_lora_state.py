@@ -121,6 +121,15 @@ def test_how_a_lora_acts_is_told_by_the_last_call_too(last: Stage, words: str | 
     assert (told or "").removesuffix(" 1 weight in use confirmed it.") == (words or "")
 
 
+def test_loras_that_were_switched_off_between_two_steps_acted_in_those_before() -> None:
+    off = applied(False, ZEROS)
+    off.facts["after_step"] = 1
+    run = run_of(applied(True, share=0.199), replace(call(), children=(off,)))
+    assert idle_lora(run) is None
+    off.facts["after_step"] = 0  # before the first step
+    assert idle_lora(run) == ZEROS["message"]
+
+
 def nan(acting: int) -> dict[str, Any]:
     message = "Denoiser: the LoRA's change of 1 weight holds NaN or Inf: a."
     return {

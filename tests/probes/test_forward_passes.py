@@ -160,6 +160,16 @@ def test_a_graph_is_found_among_the_globals_that_a_function_names() -> None:
     assert detour_of(module) is None
 
 
+def test_the_forward_pass_of_another_model_of_the_class_leads_to_that_ones_layers() -> None:
+    module, other = made(), made()
+    module.forward = other.forward
+    module[0] = nn.Linear(4, 4)
+    assert torch.equal(module(X), other(X))
+    assert "does not lead to its layers" in str(detour_of(module))
+    module.forward = type(module).forward.__get__(module)
+    assert detour_of(module) is None
+
+
 class Both(nn.Module):
     """A model with what was made of it."""
 

@@ -10,6 +10,8 @@ from sigmascope.records.run import IDLE_LORAS, RECIPE, Run, Stage
 _FACT = "lora_application"
 _VERDICTS: Final = "lora_verdicts"
 """The fact of a node of ComfyUI that has a verdict for each of its LoRAs."""
+_AFTER_STEP: Final = "after_step"
+"""The fact of a change between the steps of a call: how many were over."""
 _IDLE = frozenset({"inactive", "failed"})
 """States of changes that do nothing."""
 _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
@@ -42,6 +44,8 @@ def idle_lora(run: Run) -> str | None:
     is_over = False  # once a call's LoRAs act
     for stage in run.walk():
         analysis = stage.facts.get(_FACT)
+        if stage.facts.get(_AFTER_STEP):
+            continue  # of the steps before it says nothing
         if isinstance(analysis, Mapping):
             if _is_idle(analysis):
                 idle = _cause(analysis.get("findings"))

@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
+from torch import Tensor
+
 from sigmascope.checkpoints.checkpoint import (
     HEAD_BYTES,
     Checkpoint,
     CompositeCheckpoint,
+    StateDict,
     foreign_file_error,
     is_existing,
     is_folder,
@@ -70,7 +73,7 @@ _ZERO_SCRIPT: Final = "zero_to_fp32.py"
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Mapping[str, Tensor],
     *,
     variant: str | None = None,
     dequantise: bool = True,
@@ -82,7 +85,7 @@ def open_checkpoint(
         path: A `.safetensors` file, a `*.safetensors.index.json`, a `.gguf` file, a PyTorch checkpoint (`.ckpt`,
             `.pt`, `.pth`, `.bin`; weights only, code in it is never run), a folder that holds one of them, or a
             diffusers folder, whose components are opened as one with keys `<component>.<key>`. Or the name of one
-            on the hub (`org/model`), which is looked for in its local cache.
+            on the hub (`org/model`), which is looked for in its local cache. Or tensors in memory, by name.
         variant: Which files of a folder to read if it has several: `fp16` for `*.fp16.safetensors`. By default the
             plain file, or else the first of fp32, bf16 and fp16 that is there.
         dequantise: Return quantised weights as the numbers that they stand for; see `Checkpoint.dequantised`.
@@ -98,6 +101,8 @@ def open_checkpoint(
             that cannot be undone here.
         UnsafeCheckpointError: A PyTorch checkpoint that asks to run code.
     """
+    if isinstance(path, Mapping):
+        return StateDict(path)
     opened = _open(local_model(path), variant, keep_unread)
     if not dequantise:
         return opened

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -178,7 +177,7 @@ class AppliedVerdict:
 
 
 def judge_applied(
-    lora: str | PathLike[str] | LoraFile,
+    lora: str | PathLike[str] | LoraFile | Mapping[str, Tensor],
     patches: Sequence[AppliedPatch],
     model: Model | None = None,
     placed: LoraVerdict | None = None,
@@ -187,7 +186,7 @@ def judge_applied(
     """Say for every module of a file whether it is on a model now. Modules are recognised by their numbers.
 
     Args:
-        lora: A file of any format, or a LoRA in memory.
+        lora: A file of any format, a LoRA in memory, or a file's tensors in memory, by key.
         patches: All patches on the model, as read from ComfyUI or PEFT; those of other LoRAs are ignored.
         model: The patched model; see `judge_lora`. Without it, a file whose naming differs from the model's is only
             found if the names of the patched weights alone show the model's family.
@@ -198,13 +197,12 @@ def judge_applied(
         The verdict. Nothing is raised: if the file cannot be read, the verdict has an `error`.
     """
     path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
+    path = None if isinstance(lora, Mapping) else path
     try:
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
         for key, patch in zip(keys or [patch.key for patch in patches], _on_host(patches), strict=True):
             by_key[key].append(patch)
-        opened = (
-            nullcontext(lora) if isinstance(lora, LoraFile) else open_lora(Path(lora), check_finite=False)
-        )
+        opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_lora(lora, check_finite=False)
         with opened as file:
             find = partial(_placing, file, patches, model)
             known = None if placed is None else _Places.of(placed, file, find)

@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint, shard_of
 from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeError
@@ -75,14 +75,16 @@ _COMFYUI_ENCODERS: Final = tuple(f"{encoder}." for encoder in PARTS_BY_ENCODER)
 _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
 
 
-def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
+def judge_lora(
+    lora: str | PathLike[str] | LoraFile | Mapping[str, Tensor], model: Model, *, values: bool = True
+) -> LoraVerdict:
     """Say for every module of a LoRA whether it changes a weight of a model, and if not, why not.
 
     Names of every format (kohya, PEFT, native, ComfyUI) and of all known families are understood. A loader may know
     fewer names, and the findings say where that is known; it may also know names that are unmatched here.
 
     Args:
-        lora: A file of any format, or a LoRA in memory.
+        lora: A file of any format, a LoRA in memory, or a file's tensors in memory, by key.
         model: The model's shapes by key, an `nn.Module`, an open `Checkpoint`, a diffusers pipeline, or modules by the
             name of their part in a pipeline (`{"unet": …, "text_encoder": …}`; ComfyUI's model and CLIP under
             any names). Only its shapes are read.
@@ -93,7 +95,7 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
     """
     path = str(lora.path) if isinstance(lora, LoraFile) and lora.path else None
     try:
-        if not isinstance(lora, LoraFile):
+        if not isinstance(lora, LoraFile | Mapping):
             path = str(lora)
         with _opened(lora) as (file, keys):
             return judge_opened(file, keys, model, path, values=values)
@@ -205,12 +207,14 @@ def _norm_of(change: LoraFactors | WeightChange) -> float | None:
 
 
 @contextmanager
-def _opened(lora: str | PathLike[str] | LoraFile) -> Iterator[tuple[LoraFile, tuple[str, ...]]]:
+def _opened(
+    lora: str | PathLike[str] | LoraFile | Mapping[str, Tensor],
+) -> Iterator[tuple[LoraFile, tuple[str, ...]]]:
     """The LoRA with its modules still in the file, and the file's keys."""
     if isinstance(lora, LoraFile):
         yield lora, ()
         return
-    with open_checkpoint(Path(lora)) as checkpoint:
+    with open_checkpoint(lora) as checkpoint:
         yield lora_in(checkpoint), tuple(checkpoint.keys())
 
 

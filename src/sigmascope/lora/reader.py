@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import isfinite, prod
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -84,14 +85,14 @@ _SHARING_KEYS: Final = {"OftChange": ("OftChange", "BoftChange")}
 
 @contextmanager
 def open_lora(
-    path: str | Path, *, check_finite: bool = True, keep_float8: bool = False
+    path: str | PathLike[str] | Mapping[str, Tensor], *, check_finite: bool = True, keep_float8: bool = False
 ) -> Iterator[LoraFile]:
     """Open a LoRA file of any known format for reading one module at a time.
 
     Names, shapes and ranks come from the header alone; a module's tensors are read each time it is asked for.
 
     Args:
-        path: A safetensors file, a `.pt`/`.ckpt` of tensors only, or a folder that holds one.
+        path: A safetensors file, a `.pt`/`.ckpt` of tensors only, or a folder that holds one; or a file's tensors in memory, by key.
         check_finite: Whether reading a module that holds NaN or Inf is an error.
         keep_float8: Whether float8 factors stay float8. By default they become float32, without loss, because PyTorch
             does not calculate in float8.

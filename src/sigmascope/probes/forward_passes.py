@@ -91,6 +91,8 @@ def _followed(forward: object, module: nn.Module) -> str:
             leads = leads or any(part is module for part in tree.modules)
         elif components := components_of(thing):
             leads = leads or any(part is module for part in components.values())
+        elif isinstance(thing, MethodType) and thing.__func__ is own:
+            waiting.append(thing.__self__)  # which may be another model of the class
         else:
             waiting.extend(_held_by(thing))
     return "" if leads else f"{_named(forward)}, which does not lead to its layers"

@@ -163,7 +163,7 @@ def capture_lora_baseline(
     Args:
         unet_model: The denoiser: a module, ComfyUI's patcher, a pipeline, or several of them; None if there is none.
         clip_model: The text encoder or encoders, likewise, or ComfyUI's CLIP.
-        lora_path: The LoRA's file, for its facts and for what of it matches the models.
+        lora_path: The LoRA's file, for its facts and for what of it matches the models; or its tensors by key.
         keys: Whose contents to look at: None all weights, "lora" those that the file changes, "none" nothing, or
             names.
         accelerator: What to ask about devices; None finds out.
@@ -247,6 +247,7 @@ def analyze_lora_application_results(
     puts_on: bool = True,
     is_untrained: bool = False,
     component: str | None = None,
+    lora_path: object = None,
 ) -> LoraAnalysis:
     """What a LoRA's application changed, each model against its own original. Never raises.
 
@@ -262,6 +263,7 @@ def analyze_lora_application_results(
         puts_on: Whether a LoRA was to be put on, and not to be taken off or set anew: then none on the models is no fault.
         is_untrained: Whether the adapters were made new and not loaded, as by `add_adapter`: then zeros are no fault.
         component: What findings call a `modified_unet` that is no denoiser, such as "controlnet".
+        lora_path: The LoRA's file, where the baseline has none: one that the application itself downloaded.
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
@@ -269,6 +271,7 @@ def analyze_lora_application_results(
     unet = _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot)
     clip = _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot)
     path, verdict = known.lora_path, known.verdict
+    path = lora_path if path is None else path
     if verdict.value is None:
         verdict = match_file(path, modified_unet, modified_clip)
     applied = node_outputs(lora_result) is not None
@@ -298,7 +301,7 @@ def analyze_lora_application_results(
     failed = any(finding.severity in ("error", "critical") for finding in findings)
     unavailable = reasons({"verdict": verdict, "applied_verdict": on_model, "effective": effective})
     impact: Mapping[str, Any] = measured.impact_dict() or {}
-    lora_file = lookup(baseline, "lora_file")
+    lora_file = lookup(baseline, "lora_file") if known.lora_path is not None else lora_file_facts(path)
     return {
         **measured.as_dict(error is None and effective.value is True and not failed, **unavailable),
         "lora_application_success": applied and error is None,

@@ -79,14 +79,22 @@ _ByKey = Mapping[str, Sequence[AppliedPatch]]
 def read_file(path: object, unet: object, clip: object) -> tuple[Reading[LoraVerdict], LoraFileFacts]:
     """`match_file` and `lora_file_facts` with the file opened once. Never raises."""
     named = attempt(lambda: _named_modules(unet, clip)).value
-    both = attempt(lambda: _read_once(Path(path), named)).value if path is not None and named else None  # type: ignore[arg-type]
+    both = attempt(lambda: _read_once(_source(path), named)).value if path is not None and named else None
     return (match_file(path, unet, clip), lora_file_facts(path)) if both is None else both
 
 
-def _read_once(path: Path, modules: Mapping[str, nn.Module]) -> tuple[Reading[LoraVerdict], LoraFileFacts]:
+def _source(given: object) -> Path | Mapping[str, Tensor]:
+    """A LoRA's file, or its tensors where a program gave those in place of a file."""
+    return given if isinstance(given, Mapping) else Path(given)  # type: ignore[arg-type]
+
+
+def _read_once(
+    path: Path | Mapping[str, Tensor], modules: Mapping[str, nn.Module]
+) -> tuple[Reading[LoraVerdict], LoraFileFacts]:
     with open_checkpoint(path) as checkpoint:
         lora = lora_in(checkpoint)
-        verdict = judge_opened(lora, tuple(checkpoint.keys()), modules, str(path))
+        named = str(path) if isinstance(path, Path) else None
+        verdict = judge_opened(lora, tuple(checkpoint.keys()), modules, named)
         return Reading(verdict), lora_file_facts(path, lora)
 
 
@@ -99,6 +107,9 @@ def lora_file_facts(path: object, opened: LoraFile | None = None) -> LoraFileFac
     """
     if path is None:
         return _unknown_file(NOT_GIVEN)
+    if isinstance(path, Mapping):
+        in_memory = attempt(lambda: _facts_of_tensors(path, opened))
+        return in_memory.value or _unknown_file(in_memory.reason)
     place = attempt(lambda: Path(path)).value  # type: ignore[arg-type]
     if place is None:
         return _unknown_file(f"{type(path).__name__} is not a path")
@@ -107,7 +118,10 @@ def lora_file_facts(path: object, opened: LoraFile | None = None) -> LoraFileFac
         reason = exists.reason or f"{short_path(place)} does not exist"
         return _unknown_file(reason, filename=place.name, file_exists=False)
     size = mib(attempt(lambda: _bytes_of(place)).value)
-    facts = attempt(lambda: _read_inside(place, size, opened))
+    told = Reading(size, "the system does not report it")
+    facts = attempt(
+        lambda: _read_inside(place, opened, filename=place.name, file_exists=True, file_size=told)
+    )
     return facts.value or _unknown_file(facts.reason, filename=place.name, file_exists=True, file_size=size)
 
 
@@ -115,7 +129,12 @@ def _unknown_file(reason: str | None, **known: object) -> LoraFileFacts:
     return as_dict(LoraFileFacts, why=reason, ranks={}, alphas={}, **known)
 
 
-def _read_inside(path: Path, size: float | None, opened: LoraFile | None) -> LoraFileFacts:
+def _facts_of_tensors(tensors: Mapping[str, Tensor], opened: LoraFile | None) -> LoraFileFacts:
+    no_file: Reading[Any] = Reading(None, "its tensors were given, and no file")
+    return _read_inside(tensors, opened, filename=no_file, file_exists=no_file, file_size=no_file)
+
+
+def _read_inside(path: Path | Mapping[str, Tensor], opened: LoraFile | None, **of_file: Any) -> LoraFileFacts:
     with open_lora(path) if opened is None else nullcontext(opened) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
         read_alphas = (attempt(lambda name=name: lora.alpha_of(name)).value for name in lora.modules)  # type: ignore[misc]
@@ -128,9 +147,7 @@ def _read_inside(path: Path, size: float | None, opened: LoraFile | None) -> Lor
             rank=Reading(most_common(ranks), no_rank),
             alpha=Reading(most_common(alphas), no_rank),
             base_hint=Reading(base_hint, "its header names no base model"),
-            filename=path.name,
-            file_exists=True,
-            file_size=Reading(size, "the system does not report it"),
+            **of_file,
             format=lora.format,
             ranks=dict(sorted(ranks.items())),
             alphas=dict(sorted(alphas.items())),
@@ -151,7 +168,7 @@ def match_file(path: object, unet: object, clip: object) -> Reading[LoraVerdict]
     if not modules.value:
         return Reading(None, modules.reason or "no model was given")
     named = modules.value
-    return attempt(lambda: judge_lora(Path(path), named))  # type: ignore[arg-type]
+    return attempt(lambda: judge_lora(_source(path), named))
 
 
 def _named_modules(unet: object, clip: object) -> dict[str, nn.Module]:
@@ -191,11 +208,11 @@ def match_applied(
     """
     if path is None:
         return Reading(None, NOT_GIVEN)
-    return attempt(lambda: _judge_applied(Path(path), unet, clip, on_unet, on_clip, placed))  # type: ignore[arg-type]
+    return attempt(lambda: _judge_applied(_source(path), unet, clip, on_unet, on_clip, placed))
 
 
 def _judge_applied(
-    path: Path,
+    path: Path | Mapping[str, Tensor],
     unet: object,
     clip: object,
     on_unet: ModelPatches,
@@ -245,7 +262,7 @@ def with_fused(
     """
     if verdict is None:
         return on_model
-    fused = attempt(lambda: dict(_fused_modules(Path(path), verdict, on_model, samples))).value  # type: ignore[arg-type]
+    fused = attempt(lambda: dict(_fused_modules(_source(path), verdict, on_model, samples))).value
     if not fused:
         return on_model
     modules = tuple(fused.get(module.name, module) for module in on_model.modules)
@@ -253,7 +270,7 @@ def with_fused(
 
 
 def _fused_modules(
-    path: Path, verdict: LoraVerdict, on_model: AppliedVerdict, samples: Samples
+    path: Path | Mapping[str, Tensor], verdict: LoraVerdict, on_model: AppliedVerdict, samples: Samples
 ) -> Iterator[tuple[str, AppliedModule]]:
     layers = {module.name: module.layers for module in verdict.matched}
     with open_lora(path, check_finite=False) as lora:

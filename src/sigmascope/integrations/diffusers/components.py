@@ -11,9 +11,10 @@ host's own tokenizers were seen to make. `VaeObserver` hears the VAE's `encode` 
 import functools
 import inspect
 import os
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
@@ -358,9 +359,9 @@ class LoraObserver(Observer):
             if stack.denoising is None:
                 stack.end_loop()
         guard = self.guard
-        path = lora_path(args, kwargs) if method.startswith("load_") else None
+        source = lora_source(args, kwargs) if method.startswith("load_") else None
         with self.session.own_work():
-            seen = guard.read("watch.lora", lambda: self._seen_before(target, path))
+            seen = guard.read("watch.lora", lambda: self._seen_before(target, source))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
         after_step = None if stack.denoising is None else stack.denoising.steps_over
@@ -373,6 +374,8 @@ class LoraObserver(Observer):
             if after_step is not None:
                 stage.fact("after_step", after_step)
                 stack.lora_changes.append(LoraChange(method, after_step))
+            given = lora_source(args, kwargs) if source is None and method.startswith("load_") else source
+            path = given if isinstance(given, str) else None
             if path is not None:
                 stage.fact("file", short_path(path))
             if (component := self._component(target)) is not None:
@@ -384,7 +387,7 @@ class LoraObserver(Observer):
                 if method in _WRITES or _swaps(args, kwargs):
                     guard.read("watch.lora", lambda: [*map(forget_fingerprints, models_in(target).values())])
                 models, baseline = seen or (self._models_of(target), None)
-                self._analyse(stage, method, target, models, baseline, error)
+                self._analyse(stage, method, target, models, baseline, error, path)
 
         return after
 
@@ -399,9 +402,11 @@ class LoraObserver(Observer):
             return LoraModels(None, {"text_encoder": target})
         return LoraModels.of(target, self.session)
 
-    def _seen_before(self, target: object, path: str | None) -> tuple["LoraModels", Any]:
+    def _seen_before(
+        self, target: object, source: str | dict[str, Tensor] | None
+    ) -> tuple["LoraModels", Any]:
         models = self._models_of(target)
-        return models, models.baseline(path)
+        return models, models.baseline(source)
 
     def _analyse(
         self,
@@ -411,6 +416,7 @@ class LoraObserver(Observer):
         models: "LoraModels",
         baseline: Any,
         error: BaseException | None,
+        path: str | None,
     ) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
         from sigmascope.stages.lora_application import analyze_lora_application_results, in_short
@@ -427,6 +433,7 @@ class LoraObserver(Observer):
             puts_on=method.startswith("load_") or method in _MAKES_ADAPTERS,
             is_untrained=method in _MAKES_ADAPTERS,
             component=self._component(target),
+            lora_path=path,
         )
         stage.fact(LORA_STAGE, in_short(analysis))
         publication(self.session.recorder, stage)()
@@ -466,24 +473,24 @@ class LoraModels:
         denoiser = next(iter(denoisers.values())) if len(denoisers) == 1 else denoisers
         return cls(denoiser, encoders or None)
 
-    def keys_to_read(self, path: str | None) -> Literal["lora", "none"]:
+    def keys_to_read(self, source: object) -> Literal["lora", "none"]:
         """The weights to compare by content: those that the file changes, or none if that would take long."""
-        if path is None:
+        if not isinstance(source, str):
             return "none"
         named = self.denoiser if isinstance(self.denoiser, Mapping) else {"": self.denoiser}
         parts = (*named.values(), *(self.encoders or {}).values())
         are_few = attempt(lambda: _are_quickly_read([part for part in parts if isinstance(part, nn.Module)]))
         return "none" if are_few.value is False else "lora"
 
-    def baseline(self, path: str | None) -> LoraBaseline:
+    def baseline(self, source: str | dict[str, Tensor] | None) -> LoraBaseline:
         """The models before a LoRA is put on.
 
         Args:
-            path: The LoRA's file, if it is known.
+            source: The LoRA's file or tensors, if they are known.
         """
         from sigmascope.stages.lora_application import capture_lora_baseline
 
-        return capture_lora_baseline(self.denoiser, self.encoders, path, keys=self.keys_to_read(path))
+        return capture_lora_baseline(self.denoiser, self.encoders, source, keys=self.keys_to_read(source))
 
 
 def _are_quickly_read(models: list[nn.Module]) -> bool:
@@ -495,16 +502,63 @@ def _are_quickly_read(models: list[nn.Module]) -> bool:
     return nbytes <= _MOST_BYTES_READ and all(tensor.device.type == "cpu" for tensor in tensors)
 
 
-def lora_path(args: Arguments, kwargs: Keywords) -> str | None:
-    """The local file that a loader is given; None for a name on the hub or a state dict."""
+_PIPELINE_FILE: Final = "pytorch_lora_weights"
+"""What diffusers calls a LoRA's file, without its ending."""
+_NO_LORA: Final = ("scheduler", "optimizer", "checkpoint")
+"""In names of files of a folder that diffusers takes for no LoRA."""
+_BESIDE_TENSORS: Final = ("network_alphas", "metadata")
+"""Arguments of a loader that are needed to read the tensors that it is given."""
+
+
+def lora_source(args: Arguments, kwargs: Keywords) -> str | dict[str, Tensor] | None:
+    """What a loader is given: a LoRA's file that is here, or its tensors. None: it is not known, or not here yet.
+
+    Of a folder, and of a name on the hub in its cache, it is the file that diffusers takes. Never raises.
+    """
+    return attempt(lambda: _lora_source(args, kwargs)).value
+
+
+def _lora_source(args: Arguments, kwargs: Keywords) -> str | dict[str, Tensor] | None:
     source = next(iter(args), kwargs.get("pretrained_model_name_or_path_or_dict", kwargs.get("model_id")))
+    if isinstance(source, Mapping):
+        named = all(isinstance(key, str) and isinstance(value, Tensor) for key, value in source.items())
+        needs_more = any(kwargs.get(name) for name in _BESIDE_TENSORS)
+        return dict(source) if named and not needs_more else None
     if not isinstance(source, str | os.PathLike):
         return None
     path = Path(source)
-    weight_name = kwargs.get("weight_name", _FILE_OF_PEFT)
-    if path.is_dir() and isinstance(weight_name, str):
-        path /= weight_name
-    return str(path) if path.is_file() else None
+    if path.is_file():
+        return str(path)
+    weight_name, subfolder = kwargs.get("weight_name"), kwargs.get("subfolder")
+    if not path.is_dir():
+        return _in_cache(str(source), weight_name or f"{_PIPELINE_FILE}.safetensors", kwargs)
+    name = weight_name or _file_of_lora(file.name for file in path.iterdir())
+    file = None if name is None else path / (subfolder or "") / name
+    return str(file) if file is not None and file.is_file() else None
+
+
+def _file_of_lora(names: Iterable[str]) -> str | None:
+    """Of a folder's files, the one that diffusers takes."""
+    weights = [name for name in names if not any(word in name for word in _NO_LORA)]
+    for ending in (".safetensors", ".bin"):
+        found = [name for name in weights if name.endswith(ending)]
+        usual = [
+            name for name in found if name.endswith(f"{_PIPELINE_FILE}{ending}") or name == _FILE_OF_PEFT
+        ]
+        if found:
+            return (usual or found)[0]
+    return None
+
+
+def _in_cache(name: str, file: str, kwargs: Keywords) -> str | None:
+    """A file of a name on the hub, if it was downloaded."""
+    hub: Any = sys.modules.get("huggingface_hub")
+    if hub is None:
+        return None
+    subfolder = kwargs.get("subfolder")
+    kept = {key: kwargs[key] for key in ("cache_dir", "revision") if kwargs.get(key)}
+    found = hub.try_to_load_from_cache(name, f"{subfolder}/{file}" if subfolder else file, **kept)
+    return found if isinstance(found, str) else None
 
 
 MOST_RUNS: Final = 32
