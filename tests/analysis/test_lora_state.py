@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora
 from sigmascope.records.run import Finding, Run, Stage
 from sigmascope.reports.html import to_html
@@ -19,6 +20,10 @@ def applied(effective: bool | None, *findings: dict[str, Any], share: float | No
     changes = {"relative_change": share, "checked": checked}
     facts = {"effective": effective, "findings": list(findings), "unet_weight_changes": changes}
     return Stage("lora_application", 0.0, 0.1, facts={"lora_application": facts})
+
+
+def lora(share: float | None, **states: int) -> dict[str, Any]:
+    return {"states": states, "relative_change": share}
 
 
 def call(*findings: dict[str, Any]) -> Stage:
@@ -121,13 +126,48 @@ def test_how_a_lora_acts_is_told_by_the_last_call_too(last: Stage, words: str | 
     assert (told or "").removesuffix(" 1 weight in use confirmed it.") == (words or "")
 
 
-def test_loras_that_were_switched_off_between_two_steps_acted_in_those_before() -> None:
+@pytest.mark.parametrize(("steps", "says"), [(1, None), (0, ZEROS["message"])])
+def test_loras_that_were_switched_off_between_two_steps_acted_in_those_before(
+    steps: int, says: str | None
+) -> None:
     off = applied(False, ZEROS)
-    off.facts["after_step"] = 1
-    run = run_of(applied(True, share=0.199), replace(call(), children=(off,)))
-    assert idle_lora(run) is None
-    off.facts["after_step"] = 0  # before the first step
-    assert idle_lora(run) == ZEROS["message"]
+    off = replace(off, facts={**off.facts, "after_step": steps})
+    assert idle_lora(run_of(applied(True, share=0.199), replace(call(), children=(off,)))) == says
+
+
+def put_on(**states: int) -> Stage:
+    on = applied(True, share=0.199)
+    patches = {"loras": {"a": lora(0.199, **states)}}
+    return replace(
+        on, facts={"lora_application": {**on.facts["lora_application"], "unet_lora_patches": patches}}
+    )
+
+
+def ran_with(loras: dict[str, Any] | None) -> Stage:
+    return replace(call(), facts={"recipe": {"loras": loras}})
+
+
+WITH, WITHOUT, UNKNOWN = ran_with({"unet.a": {}}), ran_with({}), ran_with(None)
+
+
+@pytest.mark.parametrize(
+    ("stages", "calls"),
+    [
+        ((put_on(lazy=8), WITHOUT), 1),
+        ((WITH, put_on(lazy=8), WITHOUT, WITHOUT), 2),
+        ((put_on(lazy=8), WITHOUT, WITH), 0),
+        ((put_on(lazy=8), WITH, WITHOUT), 0),
+        ((put_on(lazy=8), UNKNOWN), 0),
+        ((put_on(merged=8), WITHOUT), 0),
+        ((WITHOUT, put_on(lazy=8)), 0),
+    ],
+)
+def test_a_lora_that_no_call_had_since_is_on_other_models(stages: tuple[Stage, ...], calls: int) -> None:
+    run = run_of(*stages)
+    found = [finding for finding in diagnose(run) if finding.id == "model.lora_elsewhere"]
+    assert [finding.evidence["calls"] for finding in found] == [calls] * bool(calls)
+    assert idle_lora(run) == (found[0].message if found else None)
+    assert (acting_lora(run) is None) is bool(found)
 
 
 def nan(acting: int) -> dict[str, Any]:
@@ -165,10 +205,6 @@ def test_a_fault_beside_the_same_set_again_is_no_reason_why_loras_do_nothing() -
     run = run_of(applied(True, partly, share=0.199), applied(False, partly, as_before), call())
     assert idle_lora(run) is None
     assert acting_lora(run) is not None
-
-
-def lora(share: float | None, **states: int) -> dict[str, Any]:
-    return {"states": states, "relative_change": share}
 
 
 def changed(loras: dict[str, Any]) -> Stage:

@@ -161,7 +161,8 @@ def test_a_graph_is_found_among_the_globals_that_a_function_names() -> None:
 
 
 def test_the_forward_pass_of_another_model_of_the_class_leads_to_that_ones_layers() -> None:
-    module, other = made(), made()
+    module: Any = made()
+    other = made()
     module.forward = other.forward
     module[0] = nn.Linear(4, 4)
     assert torch.equal(module(X), other(X))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar, get_args
 
 from sigmascope.analysis import (  # noqa: F401 - each declares its rules
+    lora_state,
     memory,
     processor_waits,
     rules_model,

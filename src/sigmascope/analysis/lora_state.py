@@ -5,11 +5,14 @@ from math import isclose
 from typing import Any, Final
 
 from sigmascope import units
+from sigmascope.analysis.rules import Seen, rule
+from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.records.run import IDLE_LORAS, RECIPE, Run, Stage
 
 _FACT = "lora_application"
 _VERDICTS: Final = "lora_verdicts"
 """The fact of a node of ComfyUI that has a verdict for each of its LoRAs."""
+_LAZY: Final = "lazy"
 _AFTER_STEP: Final = "after_step"
 """The fact of a change between the steps of a call: how many were over."""
 _IDLE = frozenset({"inactive", "failed"})
@@ -56,7 +59,45 @@ def idle_lora(run: Run) -> str | None:
             idle, is_over = _cause(stage.facts[IDLE_LORAS]), True
         elif is_over and any(lora.get("active") for lora in _in_call(stage).values()):
             idle = {}
-    return str(idle["message"]) if idle else None
+    if idle:
+        return str(idle["message"])
+    return next((seen.message for seen in lora_elsewhere(run)), None)
+
+
+@rule("model.lora_elsewhere", "warning", about="the model", looks_at="run")
+def lora_elsewhere(run: Run) -> Iterator[Seen]:
+    """A LoRA is on another model than those that ran in the calls since."""
+    calls = _calls_beside_it(run)
+    if calls:
+        since = "the call" if calls == 1 else f"the {calls} calls"
+        yield Seen(
+            message=f"The LoRA changes nothing in {since} since it was put on: it is not on the models that ran.",
+            evidence={"calls": calls},
+            advice="Load it into the pipeline that you call, once all components are in place.",
+        )
+
+
+def _calls_beside_it(run: Run) -> int:
+    """How many calls ran since a LoRA was put on beside the weights, if none of them had any LoRA on its models."""
+    calls, is_on = 0, False
+    for stage in run.walk() if run.folded is None else ():
+        analysis = stage.facts.get(_FACT)
+        if isinstance(analysis, Mapping):
+            if _is_change(analysis):
+                calls, is_on = 0, _is_beside_weights(analysis)
+        elif stage.name == GENERATION:
+            is_without = _mapping(stage.facts.get(RECIPE)).get("loras") == {}
+            calls, is_on = (calls + is_on, is_on) if is_without else (0, False)
+    return calls
+
+
+def _is_beside_weights(analysis: Mapping[str, Any]) -> bool:
+    """Whether LoRAs act that are layers of their own, and none that is in the weights."""
+    sides = (_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip"))
+    states = {
+        state for side in sides for lora in _acting(side).values() for state in _mapping(lora.get("states"))
+    }
+    return analysis.get("effective") is True and _LAZY in states and states <= {_LAZY, *_IDLE}
 
 
 def _of_prompt(run: Run) -> list[Mapping[str, Any]]:

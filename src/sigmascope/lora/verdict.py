@@ -784,8 +784,25 @@ def _refused_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     )
 
 
+_FLAT_STARTS: Final = ("lora_unet_", "lora_transformer_", "lycoris_")
+"""How flat names of a denoiser's modules begin."""
+
+
 def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
-    if verdict.format == "kohya":
+    family = family_named(verdict.model_family)
+    read = {reads.start for reads in family.reads if reads.host == "diffusers"}
+    names = [module.name for module in verdict.matched if module.part == "denoiser"]
+    unread = [start for start in _FLAT_STARTS if any(name.startswith(start) for name in names)]
+    if verdict.format == "kohya" and unread and read and not read & set(unread):
+        starts = " or ".join(unread)
+        yield Finding(
+            "lora_prefix",
+            "warning",
+            f"diffusers does not read names that begin with {starts} in a file for {family.title}.",
+            {"prefix": starts},
+            "For diffusers, convert the file to PEFT's format (sigmascope lora convert).",
+        )
+    elif verdict.format == "kohya":
         yield Finding(
             "lora_kohya_names",
             "info",

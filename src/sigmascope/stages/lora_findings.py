@@ -174,7 +174,12 @@ def _because(not_loaded: Finding, cause: Finding) -> Finding:
     """That nothing is on the model, with what the file shows of the reason."""
     start = not_loaded.message.partition(": ")[0]
     evidence = {**not_loaded.evidence, "cause": cause.id}
-    return replace(not_loaded, message=f"{start}: {cause.message}", evidence=evidence, advice=cause.advice)
+    why = (
+        cause.message.replace("The file", "the file", 1)
+        if cause.message.startswith("The file")
+        else cause.message
+    )
+    return replace(not_loaded, message=f"{start}: {why}", evidence=evidence, advice=cause.advice)
 
 
 def _on_whole(

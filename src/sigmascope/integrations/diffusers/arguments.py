@@ -259,7 +259,7 @@ def lora_scales(arguments: Mapping[str, Any]) -> dict[str, float]:
     scales = {
         name: given.get("scale") for name in _SCALING if isinstance(given := arguments.get(name), Mapping)
     }
-    return {f"{name}.scale": scale for name, scale in scales.items() if isinstance(scale, int | float)}
+    return {f"{name}.scale": float(scale) for name, scale in scales.items() if isinstance(scale, int | float)}
 
 
 def given_embeddings(arguments: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,0 +1,192 @@
+"""The first sentence of a watch names why a LoRA does nothing, where the picture shows that it does nothing."""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import peft
+import pytest
+import torch
+from tests.families import generate, make_pipeline
+from tests.families.family import FAMILIES
+from tests.families.loras import State, as_kohya, lora_state, write
+
+import sigmascope
+from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.records.run import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def state_of(family: str, *parts: str) -> State:
+    return lora_state(make_pipeline(family), parts or (FAMILIES[family].denoiser,), size=0.3)
+
+
+def renamed(old: str, new: str, state: State) -> State:
+    return {key.replace(old, new): value for key, value in state.items()}
+
+
+def zero(end: str, state: State) -> State:
+    return {key: value * (end not in key) for key, value in state.items()}
+
+
+def with_alpha_0(state: State) -> State:
+    names = {key.partition(".lora_")[0] for key in state}
+    return state | {f"{name}.alpha": torch.tensor(0.0) for name in names}
+
+
+def only_biases(pipeline: Any) -> State:
+    layers = {name: module for name, module in pipeline.unet.named_modules() if name.endswith("proj_in")}
+    return {
+        f"lora_unet_{name.replace('.', '_')}.diff_b": torch.ones_like(layer.bias)
+        for name, layer in layers.items()
+    }
+
+
+def tensors(state: State) -> Callable[[Any, Path], None]:
+    return lambda pipeline, _: pipeline.load_lora_weights(state, adapter_name="style")
+
+
+def folder(state: State, **options: str) -> Callable[[Any, Path], None]:
+    def act(pipeline: Any, place: Path) -> None:
+        write(state, place / "my_style.safetensors")
+        pipeline.load_lora_weights(str(place), **options)
+
+    return act
+
+
+def of_pipeline(make: Callable[[Any], State]) -> Callable[[Any, Path], None]:
+    return lambda pipeline, place: tensors(make(pipeline))(pipeline, place)
+
+
+def then(act: Callable[[Any], object]) -> Callable[[Any, Path], None]:
+    """A LoRA that fits, and what is done after it was loaded."""
+
+    def both(pipeline: Any, _: Path) -> None:
+        known = FAMILIES["flux" if hasattr(pipeline, "transformer") else "sd15"]
+        pipeline.load_lora_weights(state_of(known.name, known.denoiser), adapter_name="style")
+        act(pipeline)
+
+    return both
+
+
+def with_another_unet(pipeline: Any) -> None:
+    pipeline.unet = make_pipeline("sd15").unet
+
+
+def with_the_forward_pass_of_another(pipeline: Any) -> None:
+    pipeline.unet.forward = make_pipeline("sd15").unet.forward
+
+
+def with_encoders_too(pipeline: Any, _: Path) -> None:
+    pipeline.load_lora_weights(state_of("sd15", "unet", "text_encoder"), adapter_name="style")
+    pipeline.set_adapters("style", {"unet": 0.0, "text_encoder": 0.0})
+
+
+def into_another(pipeline: Any, _: Path) -> None:
+    other = make_pipeline("sd15")
+    other.load_lora_weights(state_of("sd15"))
+    pipeline.other = other
+
+
+class Plant(NamedTuple):
+    """What is done to a pipeline, what the first sentence must say, and with what it is called."""
+
+    act: Callable[[Any, Path], object]
+    says: str
+    family: str = "sd15"
+    call: Mapping[str, Any] = MappingProxyType({})
+
+
+SD15, FLUX = state_of("sd15"), state_of("flux")
+PLANTS = {
+    "a DiT's tensors": Plant(tensors(FLUX), "for FLUX by its names, the model is Stable Diffusion 1.5"),
+    "a DiT's folder": Plant(folder(FLUX), "for FLUX by its names"),
+    "a U-Net's tensors for a DiT": Plant(
+        tensors(SD15), "for another architecture.* the model is FLUX", "flux"
+    ),
+    "PEFT's wrapper before the names": Plant(
+        tensors(renamed("unet.", "base_model.model.", SD15)), r"part that it is for \(unet\.\)"
+    ),
+    "nothing before the names": Plant(
+        tensors(renamed("transformer.", "", FLUX)), r"part that it is for \(transformer\.\)", "flux"
+    ),
+    "ComfyUI's names": Plant(
+        folder(renamed("unet.", "diffusion_model.", SD15)), r"names begin with diffusion_model\."
+    ),
+    "LyCORIS' names": Plant(
+        tensors(renamed("lora_unet_", "lycoris_", as_kohya(SD15))),
+        "does not read names that begin with lycoris_",
+    ),
+    "a ControlNet's": Plant(folder(renamed("unet.", "controlnet.", SD15)), "for a ControlNet"),
+    "a file in a folder": Plant(
+        folder(renamed("unet.", "controlnet.", SD15), weight_name="my_style.safetensors"), "for a ControlNet"
+    ),
+    "SDXL's second encoder": Plant(tensors(state_of("sdxl", "text_encoder_2")), "second text encoder"),
+    "no tensors": Plant(tensors({}), "holds no tensors"),
+    "biases alone": Plant(of_pipeline(only_biases), "whole differences.*diffusers refuses the file"),
+    "all of A zero": Plant(tensors(zero("lora_A", SD15)), "all its changes are zero"),
+    "all of A zero in a DiT": Plant(tensors(zero("lora_A", FLUX)), "all its changes are zero", "flux"),
+    "alpha 0": Plant(tensors(with_alpha_0(as_kohya(SD15))), "alpha 0"),
+    "a new adapter": Plant(
+        lambda pipeline, _: pipeline.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"])),
+        "all its changes are zero",
+    ),
+    "strength 0 by part": Plant(with_encoders_too, "strength 0 on 193 weights"),
+    "fused at 0": Plant(then(lambda pipeline: pipeline.fuse_lora(lora_scale=0.0)), "strength 0"),
+    "switched off on the model": Plant(
+        then(lambda pipeline: pipeline.unet.disable_adapters()), "switched off on 181 weights"
+    ),
+    "a whole 0 in the call": Plant(
+        then(lambda _: None),
+        r"joint_attention_kwargs\.scale is 0",
+        "flux",
+        {"joint_attention_kwargs": {"scale": 0}},
+    ),
+    "on a U-Net that was exchanged": Plant(then(with_another_unet), "not on the models that ran"),
+    "on another pipeline": Plant(into_another, "not on the models that ran"),
+    "beside the forward pass that runs": Plant(
+        then(with_the_forward_pass_of_another), "forward pass of unet.* does not lead to its layers"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_first_sentence_names_the_reason(name: str, tmp_path: Path) -> None:
+    plant = PLANTS[name]
+    once: dict[str, Any] = {"num_inference_steps": 1}
+    bare = generate(make_pipeline(plant.family), plant.family, **once)
+    pipeline = make_pipeline(plant.family)
+    with sigmascope.watch() as watching:
+        with suppress(ValueError):  # diffusers refuses it
+            plant.act(pipeline, tmp_path)
+        picture = generate(pipeline, plant.family, **once, **plant.call)
+    run: Run = watching.record()
+    assert torch.equal(picture, bare)
+    first = re.split(r"(?<!unet)(?<!transformer)(?<!model)\.\s", headline(run))[0]
+    assert re.search(plant.says, first), headline(run)
+    assert acting_lora(run) is None
+
+
+@pytest.mark.parametrize("how", ["loaded", "by get_peft_model", "called first", "a copy of the U-Net"])
+def test_a_lora_that_moves_the_picture_is_not_called_elsewhere(how: str) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch() as watching:
+        if how == "by get_peft_model":
+            config = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+            pipeline.unet = peft.get_peft_model(pipeline.unet, config)
+        else:
+            pipeline.load_lora_weights(SD15)
+        if how == "called first":
+            generate(make_pipeline("sd15"), "sd15", num_inference_steps=1)
+        if how == "a copy of the U-Net":
+            pipeline.unet = copy.deepcopy(pipeline.unet)
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.equal(picture, bare)
+    assert "model.lora_elsewhere" not in {finding.id for finding in watching.record().findings}
