@@ -135,8 +135,8 @@ def test_loras_that_were_switched_off_between_two_steps_acted_in_those_before(
     assert idle_lora(run_of(applied(True, share=0.199), replace(call(), children=(off,)))) == says
 
 
-def put_on(**states: int) -> Stage:
-    on = applied(True, share=0.199)
+def put_on(effective: bool | None = True, **states: int) -> Stage:
+    on = applied(effective, share=0.199)
     patches = {"loras": {"a": lora(0.199, **states)}}
     return replace(
         on, facts={"lora_application": {**on.facts["lora_application"], "unet_lora_patches": patches}}
@@ -147,7 +147,7 @@ def ran_with(loras: dict[str, Any] | None) -> Stage:
     return replace(call(), facts={"recipe": {"loras": loras}})
 
 
-WITH, WITHOUT, UNKNOWN = ran_with({"unet.a": {}}), ran_with({}), ran_with(None)
+WITH, WITHOUT, NOT_SEEN = ran_with({"unet.a": {}}), ran_with({}), ran_with(None)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,11 @@ WITH, WITHOUT, UNKNOWN = ran_with({"unet.a": {}}), ran_with({}), ran_with(None)
         ((WITH, put_on(lazy=8), WITHOUT, WITHOUT), 2),
         ((put_on(lazy=8), WITHOUT, WITH), 0),
         ((put_on(lazy=8), WITH, WITHOUT), 0),
-        ((put_on(lazy=8), UNKNOWN), 0),
+        ((put_on(lazy=8), NOT_SEEN), 0),
         ((put_on(merged=8), WITHOUT), 0),
+        ((put_on(lazy=8), put_on(False, merged=8), put_on(False), WITHOUT), 0),
+        ((put_on(lazy=8), put_on(False, lazy=8), WITHOUT), 1),
+        ((put_on(lazy=8), put_on(None, lazy=8), WITHOUT), 0),
         ((WITHOUT, put_on(lazy=8)), 0),
     ],
 )
@@ -167,7 +170,7 @@ def test_a_lora_that_no_call_had_since_is_on_other_models(stages: tuple[Stage, .
     found = [finding for finding in diagnose(run) if finding.id == "model.lora_elsewhere"]
     assert [finding.evidence["calls"] for finding in found] == [calls] * bool(calls)
     assert idle_lora(run) == (found[0].message if found else None)
-    assert (acting_lora(run) is None) is bool(found)
+    assert not (found and acting_lora(run))
 
 
 def nan(acting: int) -> dict[str, Any]:

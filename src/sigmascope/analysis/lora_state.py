@@ -84,7 +84,8 @@ def _calls_beside_it(run: Run) -> int:
         analysis = stage.facts.get(_FACT)
         if isinstance(analysis, Mapping):
             if _is_change(analysis):
-                calls, is_on = 0, _is_beside_weights(analysis)
+                calls, is_on = 0, analysis.get("effective") is True
+            is_on = is_on and _is_beside_weights(analysis)  # fusing changes nothing, and takes it there
         elif stage.name == GENERATION:
             is_without = _mapping(stage.facts.get(RECIPE)).get("loras") == {}
             calls, is_on = (calls + is_on, is_on) if is_without else (0, False)
@@ -97,7 +98,7 @@ def _is_beside_weights(analysis: Mapping[str, Any]) -> bool:
     states = {
         state for side in sides for lora in _acting(side).values() for state in _mapping(lora.get("states"))
     }
-    return analysis.get("effective") is True and _LAZY in states and states <= {_LAZY, *_IDLE}
+    return _LAZY in states and states <= {_LAZY, *_IDLE}
 
 
 def _of_prompt(run: Run) -> list[Mapping[str, Any]]:

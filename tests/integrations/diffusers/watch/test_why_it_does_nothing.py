@@ -173,7 +173,9 @@ def test_first_sentence_names_the_reason(name: str, tmp_path: Path) -> None:
     assert acting_lora(run) is None
 
 
-@pytest.mark.parametrize("how", ["loaded", "by get_peft_model", "called first", "a copy of the U-Net"])
+@pytest.mark.parametrize(
+    "how", ["loaded", "by get_peft_model", "called first", "a copy of the U-Net", "fused"]
+)
 def test_a_lora_that_moves_the_picture_is_not_called_elsewhere(how: str) -> None:
     pipeline = make_pipeline("sd15")
     bare = generate(pipeline, "sd15", num_inference_steps=1)
@@ -185,6 +187,9 @@ def test_a_lora_that_moves_the_picture_is_not_called_elsewhere(how: str) -> None
             pipeline.load_lora_weights(SD15)
         if how == "called first":
             generate(make_pipeline("sd15"), "sd15", num_inference_steps=1)
+        if how == "fused":
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
         if how == "a copy of the U-Net":
             pipeline.unet = copy.deepcopy(pipeline.unet)
         picture = generate(pipeline, "sd15", num_inference_steps=1)
