@@ -277,7 +277,7 @@ def merge_lora_files(
                 family=changes.united.layout.family,
                 has_metric=metrics is not None,
             )
-            modules = write_reduced(output, resizer, vectors, progress)
+            modules = write_reduced(output, resizer, vectors, progress, paths)
         return ReductionReport(
             inputs=tuple(map(InputLora.of, originals, paths, weights)),
             lora=target,

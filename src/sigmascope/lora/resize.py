@@ -8,6 +8,7 @@ the same report.
 """
 
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -404,7 +405,7 @@ def resize_lora(
                 family=aligned.layout.family,
                 has_metric=metrics is not None,
             )
-            modules = write_reduced(output, resizer, unchanged, progress)
+            modules = write_reduced(output, resizer, unchanged, progress, [source])
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
             lora=target,
@@ -463,6 +464,7 @@ def write_reduced(
     resizer: "Resizer",
     carried: Mapping[str, WeightChange],
     progress: Progress,
+    sources: Sequence[str | PathLike[str]],
 ) -> tuple[ResizedModule, ...]:
     """Reduce and write every module, then the changes without a rank.
 
@@ -471,6 +473,7 @@ def write_reduced(
         resizer: Of the modules.
         carried: Changes that are written as they are, read when their turn comes.
         progress: Told after each module.
+        sources: The LoRAs, for messages.
 
     Raises:
         ConfigError: As of `Resizer.run`, or nothing is left to write.
@@ -482,7 +485,7 @@ def write_reduced(
             output.write(module.name, factors)
     for name, change in carried.items():
         output.write_change(name, change)
-    _require_modules(modules, resizer.plan)
+    _require_modules(modules, resizer.plan, sources)
     return tuple(modules)
 
 
@@ -729,13 +732,16 @@ def _cut(name: str, change: Truncatable, rank: int) -> Truncated:
         raise NonFiniteError(f"{name}: {error.message}", hint=error.hint) from error
 
 
-def _require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
+def _require_modules(
+    modules: Sequence[ResizedModule], plan: RankPlan, sources: Sequence[str | PathLike[str]]
+) -> None:
     """Raise a ConfigError if no module is left to write."""
     reasons = {module.left_out for module in modules}
     if reasons == {"no_change"}:
         raise ConfigError(
-            f"all {len(modules)} changes are zero.",
-            hint="Check the factors and alphas: sigmascope lora inspect. In a merge, check --weights too.",
+            f"{' and '.join(map(str, sources))}: all {len(modules)} changes are zero.",
+            hint=f"See why: sigmascope lora inspect {shlex.quote(str(sources[0]))}"
+            + ("" if len(sources) == 1 else ", or change --weights."),
         )
     if modules and None not in reasons:
         raise ConfigError(

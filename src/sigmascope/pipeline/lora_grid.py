@@ -154,8 +154,13 @@ class LoraGrid:
             advice = "Look for NaN or a safety checker: run the model in bfloat16 or float32."
             found.append(Finding("lora_grid.blank_without_lora", "error", what, {"row": row}, advice))
         for lora in self.idle if len(blank) < len(self.rows) else ():
-            what = f"{lora.label} does nothing: no picture changes."
-            advice = f"See why: sigmascope lora inspect {shlex.quote(lora.path.name)}"
+            what = (
+                f"{lora.label} changes no picture: it does nothing, or less than one step of their colours."
+            )
+            advice = (
+                f"See why: sigmascope lora inspect {shlex.quote(lora.path.name)} --model MODEL. "
+                "If it only is weak, larger --scales show it."
+            )
             found.append(Finding("lora_grid.does_nothing", "error", what, {"modules": lora.modules}, advice))
         return tuple(found)
 

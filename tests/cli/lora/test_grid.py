@@ -63,7 +63,7 @@ def test_a_lora_that_does_nothing_ends_with_1(sigmascope: Run, folder: Path) -> 
         *QUICK,
     )
     assert code == 1
-    assert "fresh does nothing: no picture changes." in out
+    assert "fresh changes no picture: it does nothing, or less than one step of their colours." in out
     assert "nothing changes" in out
 
 

@@ -61,6 +61,25 @@ def test_a_lora_that_fits_exits_with_zero(lora: Path, model: Path, inspect: Term
     assert line.split() == ["Modules", "that", "match", "3", "of", "3"]
 
 
+def test_the_first_sentence_answers_before_the_figures(lora: Path, model: Path, inspect: Terminal) -> None:
+    def first(*arguments: object) -> str:
+        return " ".join(inspect(lora, *arguments).out.split())
+
+    sound = load_file(lora)
+    assert first().startswith("LoRA: lora.safetensors")
+    assert first("--model", model).startswith("All 3 modules of the LoRA match model.safetensors. LoRA: ")
+    save_file({key.replace("conv_out", "conv_away"): tensor for key, tensor in sound.items()}, lora)
+    assert first("--model", model).startswith("2 of 3 modules of the LoRA match model.safetensors. LoRA: ")
+    save_file({key.replace("denoiser.", "denoiser.away_"): tensor for key, tensor in sound.items()}, lora)
+    assert first("--model", model).startswith("None of the 3 modules changes a weight of the model: ")
+    save_file({key: tensor * (".lora_down" not in key) for key, tensor in sound.items()}, lora)
+    zeros = "The LoRA changes nothing: all its changes are zero, in 3 modules. LoRA: "
+    assert first().startswith(zeros)
+    assert first("--model", model).startswith(zeros)
+    save_file({key: tensor / (".lora_down" not in key) for key, tensor in sound.items()}, lora)
+    assert first("--model", model).startswith("3 of 3 modules hold NaN or Inf: ")
+
+
 def test_what_does_not_match_is_named_with_reason_and_nearest(
     half: Path, model: Path, inspect: Terminal
 ) -> None:
@@ -285,9 +304,20 @@ def test_loras_together_show_signed_interference(inspect: Terminal, lora: Path, 
     assert outcome.code == 0
     assert "3 of 3" in outcome.out
     assert {"100 %", "-100 %"} <= {line.rsplit("  ", 1)[-1].strip() for line in outcome.out.splitlines()}
+    assert "No module is changed by two" not in outcome.out
     modules = json.loads(inspect(lora, opposite, "--together", "--json").out)["modules"]
     signs = {module["name"]: round(module["interference"], 6) for module in modules}
     assert signs == {name: -1.0 if name == PROJ else 1.0 for name in SHAPES}
+
+
+def test_loras_that_change_no_module_in_common_are_said_to(
+    inspect: Terminal, lora: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file(
+        {key.replace("denoiser.", "denoiser.away_"): tensor for key, tensor in load_file(lora).items()}, other
+    )
+    assert "No module is changed by two of these LoRAs." in inspect(lora, other, "--together").out
 
 
 @pytest.mark.parametrize(

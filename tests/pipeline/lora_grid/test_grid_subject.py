@@ -73,7 +73,9 @@ def test_the_differences_are_those_worked_by_hand(tmp_path: Path) -> None:
 def test_a_lora_for_a_layer_that_does_not_run_is_named(tmp_path: Path) -> None:
     lora = saved(tmp_path / "asleep.safetensors", "1", 0.1)
     made = lora_grid(Stripes(), lora, output=tmp_path / "grid.png")
-    assert [found.message for found in made.findings()] == ["asleep does nothing: no picture changes."]
+    assert [found.message for found in made.findings()] == [
+        "asleep changes no picture: it does nothing, or less than one step of their colours."
+    ]
     again = lora_grid(Stripes(), lora, output=tmp_path / "grid.png")
     assert all(cell.reused for cell in again.cells)
     assert again.findings() == made.findings()

@@ -102,8 +102,10 @@ def test_a_lora_that_does_nothing_is_named(pipeline: Any, loras: dict[str, Path]
     )
     assert [lora.label for lora in made.idle] == ["fresh"]
     assert [cell.figures for cell in made.cells if cell.lora == 1] == ["identical"]
-    assert [found.message for found in made.findings()] == ["fresh does nothing: no picture changes."]
-    assert "fresh does nothing" in (tmp_path / "g.html").read_text()
+    assert [found.message for found in made.findings()] == [
+        "fresh changes no picture: it does nothing, or less than one step of their colours."
+    ]
+    assert "fresh changes no picture" in (tmp_path / "g.html").read_text()
     assert [lora["does_nothing"] for lora in made.as_dict()["loras"]] == [False, True]
     assert json.loads(json.dumps(made.as_dict())) == made.as_dict()
 

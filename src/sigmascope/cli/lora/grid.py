@@ -72,7 +72,7 @@ def grid(
 
     Every cell has the same seed and shows how far it is from the picture without
     a LoRA: mean difference and PSNR. Cells are kept as they are painted, so the
-    same command goes on after a stop. The exit code is 1 if a LoRA changes nothing.
+    same command goes on after a stop. The exit code is 1 if a LoRA changes no picture.
     """
     with needs_extra("lbm"):
         from sigmascope.checkpoints.hub import local_model

@@ -204,9 +204,8 @@ def inspect(
         print_json(own if on_model is None else own | {"model": on_model.as_dict()})
     else:
         console = Console()
-        arrives_as = _arrival_sentence(on_model.arrives) if on_model and on_model.arrives else None
-        if arrives_as is not None:
-            console.print(arrives_as)
+        for sentence in _first_sentences(report, on_model):
+            console.print(sentence)
         print_inspection(console, report, verbose=verbose)
         if on_model is not None:
             told = {finding.id for finding in report.findings}
@@ -496,6 +495,38 @@ def _print_intruders(console: Console, intruders: "Mapping[str, Intruders]") -> 
         f"{key}: unknown, because {one.unavailable}" for key, one in intruders.items() if one.unavailable
     ]
     listed(console, "Weights of which this is unknown", unknown, style="cyan")
+
+
+_DECIDES: Final = frozenset(
+    {"lora_matches_nothing", "lora_is_zero", "lora_alpha_zero", "lora_not_finite", "lora_damaged"}
+)
+"""Findings that answer whether the LoRA is of use."""
+
+
+def _first_sentences(report: "LoraInspection", on_model: OnModel | None) -> Iterator[Text]:
+    """The answer, which stands before the figures: what is wrong with all of it, what arrives, or how much of it matches."""
+    known = (*(() if on_model is None else on_model.verdict.findings), *report.findings)
+    decisive = next((finding.message for finding in known if finding.id in _DECIDES), None)
+    if decisive is not None:
+        yield plain(decisive, style="bold red")
+    if on_model is None or on_model.verdict.error is not None:
+        return
+    arrives = None if on_model.arrives is None else _arrival_sentence(on_model.arrives)
+    if arrives is not None:
+        yield arrives
+    elif decisive is None:
+        yield _match_sentence(on_model)
+
+
+def _match_sentence(on_model: OnModel) -> Text:
+    from sigmascope.checkpoints.hub import model_name
+
+    verdict = on_model.verdict
+    matched, count = len(verdict.matched), len(verdict.modules)
+    matches = "matches" if matched == 1 else "match"
+    some = f"All {count} modules" if matched == count > 1 else f"{matched} of {counted(count, 'module')}"
+    style = "green" if matched == count else "bold red"
+    return plain(f"{some} of the LoRA {matches} {model_name(on_model.model)}.", style=style)
 
 
 def _arrival_sentence(arrives: "Arrivals") -> Text | None:

@@ -3,6 +3,7 @@
 `merge` joins several into one LoRA or into a checkpoint, `resize` changes ranks, `convert` changes the format.
 """
 
+import json
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -405,7 +406,7 @@ def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableTyp
     return [
         ("LoRAs", _inputs(report.inputs) if several or report.inputs[0].weight != 1.0 else None),
         ("Method", plain(report.method) if several else None),
-        ("Ranks asked for", plain(report.plan)),
+        ("Ranks asked for", plain(_asked(report.plan))),
         ("Ranks now", counts(report.ranks)),
         ("Energy kept", _kept(report)),
         ("Error, overall", percent(report.relative_error)),
@@ -414,6 +415,19 @@ def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableTyp
         ("Size", size),
         ("Time", f"{report.seconds:.1f} s"),
     ]
+
+
+def _asked(plan: str) -> str:
+    """A plan in words where its text is JSON, as of a size or an error for the whole file."""
+    from sigmascope.units import format_size
+
+    if not plan.startswith("{"):
+        return plan
+    said = {key: value for key, value in json.loads(plan).items() if value not in (None, [], {})}
+    size, error = said.pop("max_size", None), said.pop("max_error", None)
+    parts = [] if size is None else [f"a file of at most {format_size(size)}"]
+    parts += [] if error is None else [f"an error of at most {percent(error)}"]
+    return ", ".join([*parts, *(f"{key} {value}" for key, value in said.items())])
 
 
 def _kept(report: "ReductionReport") -> str:

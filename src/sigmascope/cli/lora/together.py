@@ -49,6 +49,10 @@ def _print(console: Console, report: "LorasTogether", *, verbose: bool) -> None:
         ("Modules that two or more change", f"{len(shared)} of {len(report.modules)}"),
     ]
     console.print(facts(rows))
+    if not shared:
+        console.print(
+            "No module is changed by two of these LoRAs. Of different families, no model takes both."
+        )
     shown = shared if verbose else shared[:_MOST_SHOWN]
     if shown:
         cells = (
