@@ -697,6 +697,8 @@ def named_by_itself(
     left_out = tuple(LeftOut(name, "could be several paths") for name in names.unknown)
     told = file_family(lora)
     doubt = told.doubt if family is None and told.family == layout.family else None
+    if family is None and told.family is None and told.is_unet:
+        doubt = f"the file has {told.evidence}"
     if format != "native":
         return NamedLora(lora, names.layers, layout, left_out, names.blocks, family_doubt=doubt)
     native = _native_layout(layout, prefix)

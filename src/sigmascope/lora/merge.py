@@ -30,7 +30,7 @@ from sigmascope.lora.alignment import AlignedLoras, align, align_all
 from sigmascope.lora.budget import require_weighing
 from sigmascope.lora.decompose import FormedChange, Truncatable, truncatable
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import layout_of
+from sigmascope.lora.families import UNET_FAMILIES, layout_of
 from sigmascope.lora.file import (
     LazyDict,
     LoraFile,
@@ -40,7 +40,7 @@ from sigmascope.lora.file import (
     refuse_files,
     refuse_inputs,
 )
-from sigmascope.lora.file_family import title_of
+from sigmascope.lora.file_family import file_family, title_of
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.linalg import FULL_RANK, at_least_float32, same_matrix
@@ -296,6 +296,11 @@ def merge_lora_files(
         )
 
 
+def _told_family(lora: LoraFile, family: str) -> str:
+    is_any_unet = file_family(lora).family is None and family in UNET_FAMILIES
+    return "a U-Net" if is_any_unet else title_of(family)
+
+
 def _require_one_model(loras: Sequence[LoraFile]) -> None:
     """Refuse LoRAs of which no family has layers of each: no model has a place for their sum.
 
@@ -312,7 +317,7 @@ def _require_one_model(loras: Sequence[LoraFile]) -> None:
     if len(families) > 1 and not any(
         all(any(is_of_family(family, path) for path in paths) for _, _, paths in told) for family in families
     ):
-        listed = ", ".join(f"{lora} is for {title_of(family)}" for lora, family, _ in told)
+        listed = ", ".join(f"{lora} is for {_told_family(lora, family)}" for lora, family, _ in told)
         raise ModelMismatchError(
             f"No model has layers for each of these LoRAs: {listed}.",
             hint="Merge LoRAs of one base model. sigmascope lora inspect tells what a LoRA is for.",

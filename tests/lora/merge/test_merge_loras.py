@@ -331,6 +331,20 @@ def test_loras_of_kin_that_share_no_layer_are_merged(tmp_path: Path) -> None:
     assert [finding.id for finding in report.findings] == ["lora.merge.apart"]
 
 
+def test_a_unet_whose_width_no_module_shows_is_called_no_certain_family(tmp_path: Path) -> None:
+    """SD 1.5, SD 2 and SDXL share the names of convolutions."""
+    unet, sd3 = tmp_path / "unet.safetensors", tmp_path / "sd3.safetensors"
+    save_file(module("unet.down_blocks.1.resnets.0.conv1", (8, 6, 3, 3), 2, 0), unet)
+    save_file(module("lora_unet_joint_blocks_0_x_block_attn_qkv", (12, 4), 2, 0), sd3)
+    with pytest.raises(
+        ModelMismatchError, match=r"unet\.safetensors is for a U-Net, .* is for Stable Diffusion 3"
+    ):
+        merge_lora_files([unet, sd3], tmp_path / "out.safetensors")
+    doubt = convert_lora(unet, tmp_path / "out.safetensors", "kohya").family_doubt
+    assert doubt == "the file has the names of a U-Net, whose width is not known"
+    assert convert_lora(unet, tmp_path / "out.safetensors", "kohya", family="sd15").family_doubt is None
+
+
 def test_weights_must_be_one_for_each(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 1 number for 2 LoRAs"):
         merge_lora_files(two, tmp_path / "out.safetensors", CombineOptions((1.0,)))

@@ -93,6 +93,16 @@ def test_resize_takes_any_way_to_choose_ranks(lora: Path, sigmascope: Terminal) 
         assert any(entry["rank"] < 4 for entry in json.loads(outcome.out)["modules"])
 
 
+def test_a_size_and_an_error_are_said_in_words(lora: Path, sigmascope: Terminal) -> None:
+    for flags, says in (
+        (("--max_size", "3KB"), "a file of at most 3 KB"),
+        (("--max_error", "20%"), "an error of at most 20 %"),
+    ):
+        out = sigmascope("lora", "resize", lora, lora.with_name("s.safetensors"), *flags).out
+        (line,) = (line for line in out.splitlines() if line.startswith("Ranks asked for"))
+        assert line.removeprefix("Ranks asked for").strip() == says
+
+
 def test_resize_wants_to_know_how_much_rank(lora: Path, sigmascope: Terminal) -> None:
     outcome = sigmascope("lora", "resize", lora, lora.with_name("s.safetensors"))
     assert outcome.code == 2
