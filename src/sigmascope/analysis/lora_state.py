@@ -29,6 +29,7 @@ _STATES_OF_CALLS: Final = frozenset(
         "lora_disabled",
         "lora_is_zero",
         "lora_not_active",
+        "lora_opposite",
         "lora_others_merged",
         "lora_strength_zero",
     }

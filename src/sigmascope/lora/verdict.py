@@ -275,6 +275,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "{holders}: the same changes cancel each other on {weights}, since their strengths sum to 0.",
         "Remove one of them, or change a strength.",
     ),
+    "lora_opposite": VerdictRow(
+        "warning",
+        "{holders}: the changes cancel each other on {weights}, since their sum is 0.",
+        "Remove one of them, or change a strength: one file is another's negation, at these strengths.",
+    ),
     "lora_opposed": VerdictRow(
         "warning",
         "{holders}: the same changes work against each other on {weights}: strengths {strengths} leave {left}.",

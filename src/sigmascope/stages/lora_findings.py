@@ -28,7 +28,14 @@ from sigmascope.probes.copies import Pending
 from sigmascope.probes.peft import NO_VALUES
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.stages.lora_on_model import alike, begin_extremes, elements_of_change, has_extremes
+from sigmascope.stages.lora_on_model import (
+    OPPOSITE,
+    SAME_CANCELLED,
+    alike,
+    begin_extremes,
+    elements_of_change,
+    has_extremes,
+)
 from sigmascope.stages.model_snapshot import ModelPatches, ModelSnapshot
 from sigmascope.stages.schema import (
     OutsideLora,
@@ -75,6 +82,7 @@ _CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded
 """What follows where the models were given back unchanged."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _AS_BEFORE: Final = "lora_as_before"
+_CANCELLED: Final = {SAME_CANCELLED, OPPOSITE}
 _MUCH_OVERLAP: Final = 0.5
 _SAME_FACTOR: Final = 1e-3
 _Evidence = dict[str, JsonScalar]
@@ -201,9 +209,9 @@ def _on_whole(
 
 def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> list[Finding]:
     """The findings with why no change has an effect, and without what follows from it."""
-    known = {finding.id for finding in findings} - {"lora_cancelled"}
+    known = {finding.id for finding in findings} - _CANCELLED
     causes = [one for one in idle_findings(idle) if one.id not in known | {"lora_changes_failed"}]
-    said = _SAID_BY_CAUSES | ({change.cause for change in idle} & {"lora_cancelled"})
+    said = _SAID_BY_CAUSES | ({change.cause for change in idle} & _CANCELLED)
     kept = [one for one in findings if one.id not in said]
     return [*causes, *kept]
 
@@ -284,8 +292,8 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
         sources, keys = " and ".join(twice["sources"]), twice["keys"]
         evidence = {"keys": keys, "example": twice["example"]}
         weights = f"{counted(keys, 'weight')} ({sources})"
-        if twice["cancelled"]:
-            yield verdict_finding("lora_cancelled", evidence, holders=name, weights=weights)
+        if twice["why_nothing"] is not None:
+            yield verdict_finding(twice["why_nothing"], evidence, holders=name, weights=weights)
             continue
         if is_opposed(twice["strengths"]):
             yield opposed_finding(twice["strengths"], evidence, name, weights)
@@ -341,7 +349,7 @@ def _idle_changes(
     applied: ModelPatches,
     before: ModelSnapshot,
     extremes: Mapping[int, Reading[list[float]]],
-    same_contents: Iterable[tuple[str, list[AppliedPatch], bool]],
+    same_contents: Iterable[tuple[str, list[AppliedPatch], str | None]],
 ) -> list[IdleChange]:
     if any(_spoils(patch, extremes[id(patch)].value or []) for patch in applied.patches):
         return []
@@ -354,9 +362,9 @@ def _idle_changes(
         for patch in applied.patches
         if (name := _zero_tensor(patch, extremes[id(patch)].value or [])) is not None
     }
-    cancelled = {id(patch) for _, same, is_nothing in same_contents if is_nothing for patch in same}
+    cancelled = {id(patch): why for _, same, why in same_contents if why is not None for patch in same}
     found = [
-        IdleChange(patch.key, "lora_cancelled", source=patch.source)
+        IdleChange(patch.key, cancelled[id(patch)], source=patch.source)
         if id(patch) in cancelled and patch.key not in acted
         else IdleChange(
             patch.key,

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from math import isfinite, prod
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +31,15 @@ from sigmascope.lora.file import LoraFile, family_in, read_training_facts
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.norms_at_once import norms_at_once
-from sigmascope.lora.patches import rank_together, scale_of_patch, sort_patches, strength_of
+from sigmascope.lora.patches import (
+    factors_of,
+    is_product,
+    own_shape,
+    rank_together,
+    scale_of_patch,
+    sort_patches,
+    strength_of,
+)
 from sigmascope.lora.reader import lora_in, open_lora
 from sigmascope.lora.verdict import LoraVerdict, is_opposed
 from sigmascope.probes.applied_patch import AppliedPatch
@@ -541,21 +549,22 @@ def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwic
         if len({patch.index for patch in patches} | {patch.source for patch in patches}) > 1
         and len(acting := sort_patches(patches).acting) > 1
     }
-    found: dict[tuple[tuple[str, ...], bool, bool], list[tuple[str, list[float]]]] = {}
+    found: dict[tuple[tuple[str, ...], str | None, bool], list[tuple[str, list[float]]]] = {}
     contents = contents_of(patch for patches in several.values() for patch in patches)
-    for key, patches, cancelled in alike(several, contents):
+    for key, patches, why_nothing in alike(several, contents):
         names = tuple(patch.source or "" for patch in patches)
         strengths = attempt(lambda same=patches: _strengths(same)).value or []  # type: ignore[misc]
-        found.setdefault((names, cancelled, is_opposed(strengths)), []).append((key, strengths))
+        found.setdefault((names, why_nothing, is_opposed(strengths)), []).append((key, strengths))
     return [
         {
             "sources": list(names),
             "keys": len(same),
             "example": same[0][0],
-            "cancelled": cancelled,
+            "cancelled": why_nothing is not None,
+            "why_nothing": why_nothing,
             "strengths": same[0][1],
         }
-        for (names, cancelled, _), same in found.items()
+        for (names, why_nothing, _), same in found.items()
     ]
 
 
@@ -565,8 +574,9 @@ def _strengths(same: Sequence[AppliedPatch]) -> list[float]:
     return [strength_of(patch) * scale_of_patch(patch) / scale for patch in same]
 
 
-def alike(acting: _ByKey, contents: Contents) -> Iterator[tuple[str, list[AppliedPatch], bool]]:
-    """Of each weight the changes that have the same contents (by `key_of`), and whether they sum to nothing."""
+def alike(acting: _ByKey, contents: Contents) -> Iterator[tuple[str, list[AppliedPatch], str | None]]:
+    """Of each weight the changes that have the same contents (by `key_of`), or that sum to nothing, and the verdict if they do."""
+    several: dict[str, Sequence[AppliedPatch]] = {}
     for key, patches in acting.items():
         alike: dict[Content, list[AppliedPatch]] = {}
         for patch in patches:
@@ -575,7 +585,45 @@ def alike(acting: _ByKey, contents: Contents) -> Iterator[tuple[str, list[Applie
                 alike.setdefault(content, []).append(patch)
         for same in alike.values():
             if len(same) > 1:
-                yield key, same, signed_patches(same, (), contents).is_nothing
+                is_nothing = signed_patches(same, (), contents).is_nothing
+                yield key, same, SAME_CANCELLED if is_nothing else None
+        if len(alike) > 1:
+            several[key] = patches
+    yield from _opposite(several)
+
+
+SAME_CANCELLED: Final = "lora_cancelled"
+OPPOSITE: Final = "lora_opposite"
+"""The verdict on changes of which none is like another and whose sum is 0, such as a file's and its negation's."""
+
+
+def _opposite(acting: _ByKey) -> Iterator[tuple[str, list[AppliedPatch], str]]:
+    """Of each weight the changes that sum to nothing; none where those of the first weights all leave something."""
+    found = 0
+    for number, (key, patches) in enumerate(acting.items()):
+        if number == _FIRST_SUMS and not found:
+            return
+        if attempt(lambda held=patches: _sum_to_nothing(held)).value:  # type: ignore[misc]
+            found += 1
+            yield key, [*patches], OPPOSITE
+
+
+_FIRST_SUMS: Final = 8
+_CANCELLED: Final = 1e-9
+
+
+def _sum_to_nothing(patches: Sequence[AppliedPatch]) -> bool:
+    """Whether products cancel, by what their sum makes of one vector. An accelerator is not asked: it would be waited for."""
+    tensors = [tensor for patch in patches for tensor in patch.tensors.values()]
+    if not all(map(is_product, patches)) or any(tensor.device.type != "cpu" for tensor in tensors):
+        return False
+    shape = own_shape(patches[0])
+    vector = torch.cos(torch.arange(1, prod(shape[1:]) + 1, dtype=torch.float64))
+    with torch.no_grad():
+        factors = [factors_of(patch, shape) for patch in patches]
+        terms = [one.weight * (one.up @ (one.down @ vector)) for one in factors]
+    size = sum(float(term.norm()) for term in terms)
+    return 0 < size < inf and float(torch.stack(terms).sum(0).norm()) <= _CANCELLED * size
 
 
 def overlaps_of(by_source: Mapping[str, Sequence[AppliedPatch]]) -> list[dict[str, Any]]:

@@ -412,15 +412,16 @@ class SourceFacts(TypedDict):
 
 
 class SameTwice(TypedDict):
-    """Changes with the same tensors that act on one weight more than once; cancelled where their strengths sum to 0.
+    """Changes with the same tensors that act on one weight more than once, or changes that cancel each other.
 
-    `strengths` are those on the example's weight.
+    `why_nothing` is the verdict on those that cancel; None: they do not. `strengths` are those on the example's weight.
     """
 
     sources: list[str]
     keys: int
     example: str
     cancelled: bool
+    why_nothing: str | None
     strengths: list[float]
 
 

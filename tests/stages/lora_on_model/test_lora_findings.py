@@ -89,7 +89,8 @@ def test_that_nothing_was_loaded_is_told_with_the_reason(outcome: Outcome) -> No
     if outcome.case.finding in ("lora_matches_nothing", "lora_unreadable") or not_loaded is None:
         return
     reason = next(one for one in outcome.verdict.findings if one.id == outcome.case.finding)
-    assert not_loaded.message.endswith(f": {reason.message}")
+    in_a_sentence = f"t{reason.message[1:]}" if reason.message.startswith("The ") else reason.message
+    assert not_loaded.message.endswith(f": {in_a_sentence}")
     assert not_loaded.advice == reason.advice
 
 

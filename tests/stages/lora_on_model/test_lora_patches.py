@@ -82,6 +82,28 @@ def test_the_same_lora_forth_and_back_cancels_where_another_acts(unet: ModelPatc
     assert "lora_applied_twice" not in {finding["id"] for finding in found["findings"]}
 
 
+@pytest.mark.parametrize(
+    ("strength", "is_nothing"), [(1.0, True), (0.999, False), (-1.0, False)], ids=["all", "nearly", "twice"]
+)
+def test_a_lora_and_its_negation_cancel(unet: ModelPatcher, strength: float, is_nothing: bool) -> None:
+    baseline = capture_lora_baseline(unet, None)
+    several = unet.clone()
+    up, *others = lora_parts()
+    for adapter, at in (
+        (LoRAAdapter(FILES[0], (up, *others)), 1.0),
+        (LoRAAdapter(FILES[1], (-up, *others)), strength),
+    ):
+        several.add_patches({Q: adapter}, at)
+    found = analyze_lora_application_results(baseline, several, None, (several, None))
+    assert found["effective"] is not is_nothing
+    told = [one["message"] for one in found["findings"] if one["id"] == "lora_opposite"]
+    assert (
+        told
+        == ["The LoRAs change nothing: the changes cancel each other on 1 weight, since their sum is 0."]
+        * is_nothing
+    )
+
+
 def test_the_same_lora_against_itself_says_what_is_left(unet: ModelPatcher) -> None:
     baseline = capture_lora_baseline(unet, None)
     several = unet.clone()

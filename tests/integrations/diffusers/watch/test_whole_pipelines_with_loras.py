@@ -75,6 +75,7 @@ IDLE: dict[str, tuple[Act, ...]] = {
     "lora_disabled": (X, DISABLE),
     "lora_strength_zero": (X, weigh(a=0.0)),
     "lora_cancelled": (X, load("x", "b"), weigh(a=0.5, b=-0.5)),
+    "lora_opposite": (X, load("negation", "b"), weigh(a=0.5, b=0.5)),
     "lora_scaled_to_zero": (X,),
 }
 
@@ -83,6 +84,8 @@ def test_a_watch_of_the_call_alone_says_why_the_lora_on_it_does_nothing(tmp_path
     host = FileHost("wan", tmp_path)
     zero = {name: factor * ("lora_A" in name) for name, factor in host.files["x"].items()}
     host.paths["zero"] = write(zero, tmp_path / "zero.safetensors")
+    negation = {name: factor * (-1) ** ("lora_B" in name) for name, factor in host.files["x"].items()}
+    host.paths["negation"] = write(negation, tmp_path / "negation.safetensors")
     bare, told = host.picture(), {}
     for cause, acts in IDLE.items():
         for act in acts:
