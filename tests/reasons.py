@@ -26,6 +26,8 @@ THERE_IS_NONE = {
     "file_family": "the file's names are of no family that is known",
     "model_family": "the model is of no family that is known",
     "family_doubt": "the family is certain, or of no family that is known",
+    "path": "a verdict on tensors that are in no file",
+    "why_nothing": "of changes that do not cancel each other",
     "format": "a verdict on a file that cannot be read, which its error says",
     "strength_patch": "its reason is with the first of the weight's `patches`",
     "psnr_db": "the images are identical, which would be infinite",
