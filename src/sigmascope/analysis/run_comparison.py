@@ -72,6 +72,7 @@ _TIMES_ITS_TREND: Final = 0.9
 """Of the way that the trend of a side goes in as many values again: that is where the medians of the other side would be."""
 _TIMES_ITS_OWN: Final = 1.5
 """Of what a side moves by itself: of seven parts of five runs a side, one is that far apart by chance in 1 of 100 pairs."""
+_LIKELY: Final = 0.05
 _MOST_MORE: Final = 40
 """Runs that one is advised to measure, on each side."""
 _ORDERS_OF_FIVE: Final = math.comb(2 * _FEWEST_TO_TEST, _FEWEST_TO_TEST)
@@ -316,11 +317,9 @@ def _by_machine(
     """How much slower or faster the machine was, in words, if that explains a difference; None: it does not, or is not known."""
     if work is None or compared.ratio is None or compared.state not in ("changed", "undecided"):
         return None
-    if is_noise(work.now, work.before, "seconds", limits=limits, least_seconds=0.0):
-        return None
     now, before = median(work.now), median(work.before)
     speed = now / before
-    if (speed > 1) != (compared.ratio > 1):
+    if (speed > 1) != (compared.ratio > 1) or not _is_likely(work):
         return None
     is_less_than_machine = abs(math.log(compared.ratio)) <= abs(math.log(speed))
     at_same_speed = [value / speed for value in new]
@@ -331,6 +330,14 @@ def _by_machine(
         f"the machine itself was {what}, since the same work of the watch took {1e3 * now:.1f} ms of processor time "
         f"({1e3 * before:.1f} ms before, {speed - 1:+.0%})"
     )
+
+
+def _is_likely(work: OwnWork) -> bool:
+    """Whether the machine's speed probably changed: this takes from what is told, and needs less than what tells."""
+    if not can_be_tested(len(work.now), len(work.before)):
+        return not is_noise(work.now, work.before, "seconds", least_seconds=0.0)
+    sides = (work.now, work.before) if median(work.now) > median(work.before) else (work.before, work.now)
+    return p_of_higher(*sides) < _LIKELY
 
 
 def compare_wholes(

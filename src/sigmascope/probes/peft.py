@@ -112,9 +112,11 @@ def _joined_projections(model: object) -> Iterator[tuple[nn.Module, list[nn.Modu
         places: list[int] = tree.derive("attentions that join", partial(_places_that_join, tree))
         for place in places:
             own = tree.own[place]
+            layers = own["_modules"]
+            if _JOINED.keys().isdisjoint(layers):
+                continue
             is_joined = own.get("fused_projections") is True
             is_run = is_joined and _runs_joined(tree.modules[place], own.get("processor"))
-            layers = own["_modules"]
             for joined, names in _JOINED.items():
                 parts = [layers[name] for name in names if layers.get(name) is not None]
                 if parts and layers.get(joined) is not None:

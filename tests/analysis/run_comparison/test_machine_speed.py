@@ -101,6 +101,17 @@ def test_where_the_watch_may_have_had_other_work_it_tells_nothing(more: Mapping[
     assert compare_totals(after(1.18, 20.5, **more), BEFORE).state == "changed"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "work", "state"),
+    [(1.06, 18.0, "not comparable"), (1.06, 17.5, "changed"), (1.1, 18.0, "changed")],
+    ids=["slower by half of it", "as it was", "slower by a third of it"],
+)
+def test_a_machine_that_is_a_little_slower_explains_no_more_than_a_little(
+    seconds: float, work: float, state: str
+) -> None:
+    assert compare_totals(after(seconds, work), BEFORE).state == state
+
+
 def test_one_late_look_of_the_watch_is_no_slower_machine() -> None:
     now = after(1.18, 17.5)
     now[0] = replace(now[0], facts={**now[0].facts, "watch_cpu_seconds": 0.5})
