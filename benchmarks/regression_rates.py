@@ -3,7 +3,7 @@
     python benchmarks/regression_rates.py [--pairs 200] [--runs 10] [--slowdown 0.1] [--where idle load] [--threads 1] [--json FILE]
     python benchmarks/regression_rates.py --draws 40 [--slowdown 0.05] [--clock cpu] [--json FILE]
 
-Pairs: a small pipeline runs watched, as it is and with a tenth more work in each step, ten times a side, as
+Pairs: a loop of convolutions runs in turn as it is and with one call in ten more in each step, ten times a side, as
 `sigmascope bench` repeats it. Each side is compared as `sigmascope compare` does it, by its first sentence (the whole run) and by the rows of its table (stage and
 step): a side as it is with the one before it, for false alarms, and a slower side with the one as it is before it. Beside
 other programs there is a process for each processor that never rests; it ends with this one. A difference is *found*
@@ -18,7 +18,6 @@ time: that of the wall would tell of the others. Beside it stands what a bare th
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
@@ -33,11 +32,6 @@ from pathlib import Path
 import torch
 from diffusers import UNet2DConditionModel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tests.families import make_pipeline
-
-import sigmascope
 from sigmascope.analysis.recipe import used_by_others
 from sigmascope.analysis.run_comparison import (
     ALPHA,
@@ -48,6 +42,7 @@ from sigmascope.analysis.run_comparison import (
 from sigmascope.analysis.run_figures import figures_of
 from sigmascope.analysis.two_samples import p_of_higher
 from sigmascope.monitor import Recorder
+from sigmascope.monitor.load import Load
 from sigmascope.records.run import Run
 
 FIGURES = ("total", "denoising", "denoising step")
@@ -127,6 +122,8 @@ def rates(
 
 RUNS = 10
 """On each side: what `sigmascope bench` takes."""
+CALLS = 10
+"""Of the convolutions in a step; one more is 10 %."""
 LEAST_RUN_SECONDS = 0.26
 """The system tells of other programs in runs of a fifth of a second and more, and a machine may become faster meanwhile."""
 SPIN = """
@@ -154,49 +151,39 @@ def beside_others() -> Iterator[None]:
 
 
 class Loop:
-    """A small pipeline whose denoiser may do more work than it needs, in runs of some quarter of a second."""
+    """A loop of steps of the same work, some 0.2 s of it."""
 
     def __init__(self, slowdown: float) -> None:
-        self._pipeline, self._steps, self._more = make_pipeline("sd15"), 4, 0
-        self._layer = torch.nn.Conv2d(8, 8, 3, padding=1).eval()
-        self._input = torch.randn(1, 8, 16, 16)
-        forward = self._pipeline.unet.forward
-
-        def with_more(*args: object, **kwargs: object) -> object:
-            for _ in range(self._more):
-                self._layer(self._input)
-            return forward(*args, **kwargs)
-
-        self._pipeline.unet.forward = with_more
+        torch.manual_seed(0)
+        self._layer = torch.nn.Conv2d(32, 32, 3, padding=1).eval()
+        self._input = torch.randn(1, 32, 64, 64)
+        self._calls = {False: CALLS, True: round(CALLS * (1 + slowdown))}
+        self._steps = 1
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        few = self._least_seconds()
-        self._steps *= 2
-        step = (self._least_seconds() - few) / (self._steps / 2)
-        self._steps = max(4, math.ceil(threads * LEAST_RUN_SECONDS / step))
-        whole, self._more = self._least_seconds(), 100
-        layer = (self._least_seconds() - whole) / self._steps / self._more
-        self._more, self._slower = 0, round(slowdown * whole / self._steps / layer)
+        seconds = min(self._processor_seconds() for _ in range(10))
         torch.set_num_threads(threads)
+        self._steps = max(4, round(threads * LEAST_RUN_SECONDS / seconds))
 
-    def _least_seconds(self) -> float:
-        """Of the processor, for a run on one thread: other programs do not change it by much."""
-        took = []
-        for _ in range(10):
-            began = time.process_time()
-            self._generate()
-            took.append(time.process_time() - began)
-        return min(took)
+    def _processor_seconds(self) -> float:
+        """Of one step on one thread: other programs do not change it by much."""
+        began = time.process_time()
+        self.run()
+        return time.process_time() - began
 
-    def _generate(self) -> None:
-        self._pipeline("a fox", height=32, width=32, num_inference_steps=self._steps, output_type="pt")
-
+    @torch.no_grad()
     def run(self, *, slower: bool = False) -> Run:
         """One recorded run."""
-        self._more = self._slower if slower else 0
-        with sigmascope.watch(self._pipeline, keep_run=False) as watching:
-            self._generate()
-        return watching.record()
+        recorder = Recorder("loop", sample_hz=None)
+        with recorder:
+            load = Load()
+            with recorder.stage("denoising"):
+                for _ in range(self._steps):
+                    with recorder.step():
+                        for _ in range(self._calls[slower]):
+                            self._layer(self._input)
+            load.note(recorder)
+        return recorder.run()
 
 
 def outcome(compared: FigureComparison) -> str:
