@@ -73,6 +73,7 @@ _TIMES_ITS_TREND: Final = 0.9
 _TIMES_ITS_OWN: Final = 1.5
 """Of what a side moves by itself: of seven parts of five runs a side, one is that far apart by chance in 1 of 100 pairs."""
 _LIKELY: Final = 0.05
+"""A p below which the machine's speed probably changed."""
 _MOST_MORE: Final = 40
 """Runs that one is advised to measure, on each side."""
 _ORDERS_OF_FIVE: Final = math.comb(2 * _FEWEST_TO_TEST, _FEWEST_TO_TEST)
@@ -300,6 +301,8 @@ def compare_totals(
     """
     ours, theirs, limits = total_of(new), total_of(baseline), _between(new, baseline, limits)
     compared = _compare_figures(ours, theirs, seed, limits)
+    if compared.state not in ("changed", "undecided"):
+        return compared
     why = _by_machine(compared, ours.values, theirs.values, own_work_of(new, baseline), limits)
     if why is None:
         return compared
@@ -315,7 +318,7 @@ def _by_machine(
     limits: Limits,
 ) -> str | None:
     """How much slower or faster the machine was, in words, if that explains a difference; None: it does not, or is not known."""
-    if work is None or compared.ratio is None or compared.state not in ("changed", "undecided"):
+    if work is None or compared.ratio is None:
         return None
     now, before = median(work.now), median(work.before)
     speed = now / before
