@@ -19,7 +19,7 @@ class Twin(nn.ReLU):
 
 def model() -> Any:
     blocks = [
-        nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})) for _ in range(20)
+        nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})) for _ in range(100)
     ]
     return nn.Sequential(*blocks)
 

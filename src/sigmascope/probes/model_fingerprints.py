@@ -12,7 +12,7 @@ accelerator waits for it; what begins with `begin_` does not, and gives what has
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter, call, is_, is_not, itemgetter, methodcaller
 from typing import Final
 
@@ -199,26 +199,14 @@ _SEEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Sequence[Callable[[], Tensor 
 
 def _tensors_in(tree: ModuleTree) -> list[Tensor]:
     """All parameters and those buffers that a state dict has, without their names."""
-    places: list[int] = tree.derive(
-        "may have weights", lambda: tree.of_class(lambda kind: kind not in _WITHOUT_WEIGHTS)
-    )
-    owns = tree.own_at(places)
-    try:
-        parameters, buffers = ([*map(itemgetter(name), owns)] for name in ("_parameters", "_buffers"))
-    except KeyError:  # a module that was never initialised
-        parameters, buffers = ([own.get(name) for own in owns] for name in ("_parameters", "_buffers"))
-    tensors = [*filter(_IS_SET, chain.from_iterable(map(methodcaller("values"), filter(None, parameters))))]
-    for own in compress(owns, buffers):
+    tensors = [*filter(_IS_SET, chain.from_iterable(map(methodcaller("values"), tree.parameters)))]
+    for own in tree.with_buffers:
         transient = own.get("_non_persistent_buffers_set") or ()
         held = ((name, buffer) for name, buffer in own["_buffers"].items() if name not in transient)
         tensors += [buffer for _, buffer in held if buffer is not None]
     return tensors
 
 
-_WITHOUT_WEIGHTS: Final = frozenset(
-    {nn.ModuleDict, nn.ModuleList, nn.Sequential, nn.Identity, nn.Dropout, nn.SiLU}
-)
-"""Of these very classes no module reads a weight of its own, and two modules in five of a model with LoRAs are of them."""
 _IS_SET: Final = partial(is_not, None)
 
 

@@ -7,7 +7,7 @@ still the same takes a tenth of what walking them takes. Nothing is called on a 
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,13 +15,15 @@ from functools import lru_cache, partial
 from itertools import chain, compress, repeat
 from typing import Any, Final, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from sigmascope.probes.reading import PROBE_ERRORS, attribute
 
 _Derived = TypeVar("_Derived")
 _OWN: Final = operator.attrgetter("__dict__")
 _CHILDREN: Final = operator.itemgetter("_modules")
+_PARAMETERS: Final = operator.itemgetter("_parameters")
+_BUFFERS: Final = operator.itemgetter("_buffers")
 _WORTH_KEEPING: Final = 64
 """Modules: fewer are walked as fast as they are compared."""
 
@@ -51,6 +53,8 @@ class ModuleTree:
         own: What is in each one's `__dict__`.
         shape: Where each one is registered.
         derived: What was found out from the modules' places and classes alone; holds no module.
+        parameters: Of each module that has some.
+        with_buffers: What is in the `__dict__` of modules that have some.
     """
 
     modules: Sequence[nn.Module]
@@ -58,6 +62,8 @@ class ModuleTree:
     own: Sequence[Mapping[str, Any]]
     shape: "Shape"
     derived: dict[object, Any]
+    parameters: Sequence[Mapping[str, Tensor | None]]
+    with_buffers: Sequence[Mapping[str, Any]]
 
     def derive(self, what: object, find: Callable[[], _Derived]) -> _Derived:
         """What `find` gives, which must hold no module (see `indices`), and depend on places and classes alone."""
@@ -73,9 +79,13 @@ class ModuleTree:
         )
         return [*map(places.__getitem__, map(id, modules))]
 
+    def classes(self) -> Collection[type[nn.Module]]:
+        """The classes of all modules, each once."""
+        return self.derive("classes", lambda: {*map(type, self.modules)})
+
     def of_class(self, is_wanted: Callable[[type[nn.Module]], bool]) -> list[int]:
         """Where modules are whose class is a wanted one; each class is asked about once."""
-        wanted = {kind for kind in {*map(type, self.modules)} if is_wanted(kind)}
+        wanted = {kind for kind in self.classes() if is_wanted(kind)}
         return (
             [index for index, module in enumerate(self.modules) if type(module) in wanted] if wanted else []
         )
@@ -126,35 +136,61 @@ def answers_itself(kind: type[nn.Module], name: str) -> bool:
     return not is_plain or hasattr(kind, name)
 
 
+_WITHOUT_WEIGHTS: Final = frozenset(
+    {nn.ModuleDict, nn.ModuleList, nn.Sequential, nn.Identity, nn.Dropout, nn.SiLU}
+)
+"""Of these very classes no module reads a weight of its own, and two modules in five of a model with LoRAs are of them."""
+_AT_ONCE: Final = 256
+"""Modules: what is in them lies in the processor's cache from one question to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What some modules of a tree were like, one after the other, without them."""
+
+    references: list[Callable[[], nn.Module | None]]
+    kinds: list[type]
+    may_have_weights: list[bool]
+    counts: list[int]
+    child_names: list[str]
+    child_ids: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class _Outline:
     """What a tree was like, without its modules: they are all there still if all references are alive."""
 
-    references: list[Callable[[], nn.Module | None]]
+    parts: list[_Part]
     names: list[str]
     shape: Shape
-    kinds: list[type]
-    counts: list[int]
-    child_names: list[str]
-    child_places: list[int]
     derived: dict[object, Any]
 
     def tree(self) -> ModuleTree | None:
         """The modules; None if the tree is another one now."""
-        modules: list[Any] = [*map(operator.call, self.references)]
-        if [*map(type, modules)] != self.kinds:
-            return None
-        own = [*map(_OWN, modules)]
-        children = [*map(_CHILDREN, own)]
-        counts = [*map(len, children)]
-        if counts != self.counts:
-            return None
-        full = [*compress(children, counts)]
-        held = map([*modules, None].__getitem__, self.child_places)
-        is_same = all(map(operator.is_, chain.from_iterable(map(dict.values, full)), held)) and all(
-            map(operator.is_, chain.from_iterable(full), self.child_names)
-        )
-        return ModuleTree(modules, self.names, own, self.shape, self.derived) if is_same else None
+        modules: list[Any] = []
+        own: list[Any] = []
+        parameters: list[Any] = []
+        with_buffers: list[Any] = []
+        for part in self.parts:
+            some = [*map(operator.call, part.references)]
+            if [*map(type, some)] != part.kinds:
+                return None
+            of_some = [*map(_OWN, some)]
+            children = [*map(_CHILDREN, of_some)]
+            if [*map(len, children)] != part.counts:
+                return None
+            full = [*filter(None, children)]
+            # No two modules that are there have one id, and each is a part's own: an equal one is the same module.
+            if [*map(id, chain.from_iterable(map(dict.values, full)))] != part.child_ids:
+                return None
+            if not all(map(operator.is_, chain.from_iterable(full), part.child_names)):
+                return None
+            modules += some
+            own += of_some
+            weighted = [*compress(of_some, part.may_have_weights)]
+            parameters += filter(None, map(_PARAMETERS, weighted))
+            with_buffers += compress(weighted, map(_BUFFERS, weighted))
+        return ModuleTree(modules, self.names, own, self.shape, self.derived, parameters, with_buffers)
 
 
 _OUTLINES: "weakref.WeakKeyDictionary[nn.Module, _Outline]" = weakref.WeakKeyDictionary()
@@ -204,7 +240,11 @@ def _tree_now(model: nn.Module) -> ModuleTree:
     if tree is not None:
         return tree
     modules, names, shape = _walk(model)
-    tree = ModuleTree(modules, names, [*map(vars, modules)], shape, {})
+    own = [*map(vars, modules)]
+    weighted = [vars(module) for module in modules if type(module) not in _WITHOUT_WEIGHTS]
+    parameters = [held for one in weighted if (held := one.get("_parameters"))]
+    with_buffers = [one for one in weighted if one.get("_buffers")]
+    tree = ModuleTree(modules, names, own, shape, {}, parameters, with_buffers)
     if len(modules) >= _WORTH_KEEPING:
         with suppress(*PROBE_ERRORS):
             _OUTLINES[model] = _outline(tree)
@@ -243,17 +283,23 @@ def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str], Shape]:
 
 def _outline(tree: ModuleTree) -> _Outline:
     """Fails where what is registered as a module is none."""
-    children = [own["_modules"] for own in tree.own]
-    places = {id(module): place for place, module in enumerate((*tree.modules, None))}
-    return _Outline(
-        [*map(weakref.ref, tree.modules)],
-        tree.names,
-        tree.shape,
-        [*map(type, tree.modules)],
+    known = {*map(id, tree.modules), id(None)}
+    parts = [_part(tree.modules[start : start + _AT_ONCE]) for start in range(0, len(tree.modules), _AT_ONCE)]
+    if not known.issuperset(chain.from_iterable(part.child_ids for part in parts)):
+        raise TypeError("not all that is registered is a module")
+    return _Outline(parts, tree.names, tree.shape, tree.derived)
+
+
+def _part(modules: Sequence[nn.Module]) -> _Part:
+    kinds = [*map(type, modules)]
+    children = [*map(_CHILDREN, map(_OWN, modules))]
+    return _Part(
+        [*map(weakref.ref, modules)],
+        kinds,
+        [kind not in _WITHOUT_WEIGHTS for kind in kinds],
         [*map(len, children)],
         [*chain.from_iterable(children)],
-        [places[id(held)] for held in chain.from_iterable(map(dict.values, children))],
-        tree.derived,
+        [*map(id, chain.from_iterable(map(dict.values, children)))],
     )
 
 

@@ -8,8 +8,8 @@ an adapter's file, as download pages give it.
 import sys
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from itertools import chain
 from math import sqrt
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -179,6 +179,7 @@ _WHICH_ACT: Final = frozenset({"_active_adapter", "_disable_adapters", "merged_a
 """Where PEFT's layers of every kind keep which adapters act."""
 _STANDING: Final = ("scaling", "r", "lora_alpha", *sorted(_WHICH_ACT))
 """Where they keep that, and how strongly: HRA, BOFT, OFT and (IA)³ keep no scale."""
+_STANDING_OF: Final = itemgetter(*_STANDING)
 
 
 def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
@@ -186,17 +187,20 @@ def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
     tree = tree_of(module)
     layers: list[int] = tree.derive("layers of adapters", lambda: tree.holding("merged_adapters"))
     bypassed = bypassed_layers(module)
-    standing = [bypassed, *chain.from_iterable(tree.held(name, layers) for name in _STANDING)]
+    try:
+        standing, tells = [*map(_STANDING_OF, tree.own_at(layers))], True
+    except KeyError:
+        standing = [*zip(*(tree.held(name, layers) for name in _STANDING), strict=True)]
+        tells = all(len(tree.holding(name, layers)) == len(layers) for name in _WHICH_ACT)
     kept: list[Any] = tree.derive("adapters", list)
-    tells = all(len(tree.holding(name, layers)) == len(layers) for name in _WHICH_ACT)
-    is_same = attempt(lambda: bool(kept) and tells and kept[0] == standing)
+    is_same = attempt(lambda: bool(kept) and tells and kept[:2] == [bypassed, standing])
     if not is_same.value:
         adapters: dict[str, dict[str, Any]] = {}
         for place in layers:
             layer = tree.modules[place]
             _add_lora_layer(adapters, layer, is_run=id(layer) not in bypassed)
-        kept[:] = [*map(_copied, standing)], adapters
-    facts: Mapping[str, dict[str, Any]] = kept[1]
+        kept[:] = bypassed, [(*map(_copied, held),) for held in standing], adapters
+    facts: Mapping[str, dict[str, Any]] = kept[2]
     return facts
 
 

@@ -14,6 +14,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, compress
+from operator import itemgetter
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
@@ -77,6 +78,7 @@ _TYPED_IN: Final = ("<stdin>", "<ipython")
 _LONGEST: Final = 60
 _MOST_NAMED: Final = 4
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS_OF: Final = itemgetter(*_HOOKS)
 _OWN: Final = "sigmascope."
 _LIBRARIES: Final = ("torch", "diffusers", "transformers", "accelerate", "peft")
 """Their versions are in every record."""
@@ -243,9 +245,12 @@ def _marked(tree: ModuleTree) -> list[Mapping[str, Any]]:
     places: list[int] = tree.derive(
         "may be called", lambda: tree.of_class(lambda kind: kind not in _NEVER_CALLED)
     )
-    hooked = [compress(places, tree.held(holder, places)) for holder in _HOOKS]
-    written = [tree.holding(name, places) for name in ("forward", "s1")]
-    return [*tree.own_at(sorted({*chain.from_iterable((*hooked, *written))}))]
+    try:
+        hooked = [*map(any, map(_HOOKS_OF, tree.own_at(places)))]
+    except KeyError:  # a module that was never initialised
+        hooked = [*map(any, zip(*(tree.held(holder, places) for holder in _HOOKS), strict=True))]
+    written = (tree.holding(name, places) for name in ("forward", "s1"))
+    return [*tree.own_at(sorted({*compress(places, hooked), *chain.from_iterable(written)}))]
 
 
 _NEVER_CALLED: Final = frozenset({nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList})
@@ -345,13 +350,8 @@ def _of_pipeline(pipeline: Any) -> Iterator[tuple[str, str]]:
 
 def _of_modules(name: str, tree: ModuleTree) -> Iterator[tuple[str, str]]:
     """Settings of a model's modules, each value once: what a script may write on them in place."""
-    owns = tree.own
-    places = tree.derive(
-        "settings",
-        lambda: {key: tree.holding(key) for key in (*_OF_MODULE, _PROCESSOR)},
-    )
-    held = [owns[at].get(_PROCESSOR) for at in places[_PROCESSOR]]
-    processors = [vars(processor) for processor in held if hasattr(processor, "__dict__")]
+    owns, places = tree.own, _places_of_settings(tree)
+    processors = [vars(processor) for processor in _processors(tree) if hasattr(processor, "__dict__")]
     for key in _OF_MODULE:
         found = [own[key] for own in (*(owns[at] for at in places[key]), *processors) if key in own]
         values = {"none" if value is None else str(value) for value in found if _is_plain(value)}
@@ -362,6 +362,15 @@ def _of_modules(name: str, tree: ModuleTree) -> Iterator[tuple[str, str]]:
         lambda: Counter(kind.__name__ for kind in map(type, tree.modules) if kind.__module__ == _ACTIVATIONS),
     )
     yield f"{name} activations", _in_words(activations)
+
+
+def _places_of_settings(tree: ModuleTree) -> dict[str, list[int]]:
+    return tree.derive("settings", lambda: {key: tree.holding(key) for key in (*_OF_MODULE, _PROCESSOR)})
+
+
+def _processors(tree: ModuleTree) -> list[Any]:
+    """What calculates the attention of a model's modules, and is no module itself."""
+    return tree.held(_PROCESSOR, _places_of_settings(tree)[_PROCESSOR])
 
 
 def _is_plain(value: object) -> bool:
@@ -378,8 +387,7 @@ def _in_libraries(pipeline: object, models: Mapping[str, nn.Module]) -> dict[str
     kinds: set[type] = {type(part) for part in (pipeline, *(components_of(pipeline) or {}).values())}
     for model in models.values():
         tree = tree_of(model)
-        kinds |= set(map(type, tree.modules))
-        kinds |= {type(processor) for _, processor in tree.having("processor")}
+        kinds |= {*tree.classes(), *map(type, _processors(tree))}
     kinds = {base for kind in kinds for base in kind.__mro__ if _library_of(base) in _LIBRARIES}
     modules = {kind.__module__ for kind in kinds} | _OF_TORCH
     found: dict[str, int] = {}
