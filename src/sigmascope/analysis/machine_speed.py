@@ -14,25 +14,30 @@ from sigmascope.records.run import OWN_CPU_SECONDS, RUNS_BEFORE, Run, is_duratio
 
 
 class OwnWork(NamedTuple):
-    """What the same work of the watch took of the processor's time, one value a run, in their order."""
+    """What the watch's work took of the processor's time, one value a run, in their order."""
 
     now: tuple[float, ...]
     before: tuple[float, ...]
 
 
 def own_work_of(new: Sequence[Run], baseline: Sequence[Run]) -> OwnWork | None:
-    """The watch's work in two sets of runs; None where it is not recorded, or not known to be the same.
-
-    It is the same with equal models, LoRAs, surroundings, versions and machine; what was asked for may be another. A process's
-    first run loads more. Where an accelerator does the pipeline's work, the processor's speed says little about it.
-    """
+    """The watch's work in two sets of runs; None where it is not recorded, or says little as an accelerator does the pipeline's."""
     seconds = [[_own_work(run) for run in in_order(side)] for side in (new, baseline)]
     now, before = (tuple(known(side)) for side in seconds)
     if not now or not before or len(now) + len(before) < len(new) + len(baseline):
         return None
+    return OwnWork(now, before)
+
+
+def is_same_work(new: Sequence[Run], baseline: Sequence[Run]) -> bool:
+    """Whether the watch is known to have done the same in all of these runs.
+
+    That is with equal models, LoRAs, surroundings, versions and machine; what was asked for may be another. A process's
+    first run loads more.
+    """
     set_ups = (_set_up(run) for run in (*baseline, *new))
     first = next(set_ups)
-    return OwnWork(now, before) if all(other == first for other in set_ups) else None
+    return all(other == first for other in set_ups)
 
 
 def _own_work(run: Run) -> float | None:

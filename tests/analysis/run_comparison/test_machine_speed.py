@@ -82,6 +82,25 @@ def test_what_a_machines_speed_does_not_explain_has_changed(seconds: float, work
     assert (compared.state, compared.unavailable) == ("changed", {})
 
 
+@pytest.mark.parametrize(("work", "word"), [(15.0, "faster"), (20.5, "slower")])
+def test_a_machine_that_changed_may_hide_a_change(work: float, word: str) -> None:
+    compared = compare_totals(after(1.0, work), BEFORE)
+    assert (compared.state, compared.undecided) == ("not comparable", None)
+    assert f"the machine itself was {word}, which may hide a change" in compared.unavailable["wall"]
+    assert f"the machine itself was {word}, which may hide" in what_changed(after(1.0, work), BEFORE).headline
+
+
+@pytest.mark.parametrize(
+    ("work", "more"),
+    [
+        (17.0, {}),  # by too little
+        (15.0, {"facts": {"runs_before": 0}}),  # the watch may have had other work
+    ],
+)
+def test_a_machine_that_hides_nothing_leaves_it_as_before(work: float, more: Mapping[str, Any]) -> None:
+    assert compare_totals(after(1.0, work, **more), BEFORE).state == "as before"
+
+
 @pytest.mark.parametrize("work", [None, float("nan"), -1.0, 0.0, "20", [20.0]])
 def test_without_the_watchs_work_nothing_is_said_of_the_machine(work: object) -> None:
     assert compare_totals(after(1.18, work), BEFORE).state == "changed"
