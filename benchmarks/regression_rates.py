@@ -1,10 +1,10 @@
 """How often a comparison cries wolf, and how often it finds a slowdown that was planted, idle and beside other programs.
 
-    python benchmarks/regression_rates.py [--pairs 200] [--runs 10] [--slowdown 0.1] [--where idle load] [--threads 1] [--json FILE]
+    python benchmarks/regression_rates.py [--pairs 200] [--runs 10] [--slowdown 0.1] [--where idle load] [--order turn] [--threads 1] [--json FILE]
     python benchmarks/regression_rates.py --draws 40 [--slowdown 0.05] [--clock cpu] [--json FILE]
 
-Pairs: a loop of convolutions runs in turn as it is and with one call in ten more in each step, ten times a side, as
-`sigmascope bench` repeats it. Each side is compared as `sigmascope compare` does it, by its first sentence (the whole run) and by the rows of its table (stage and
+Pairs: a small pipeline runs watched, as it is and with so many more convolutions in each step that the run takes a tenth longer,
+ten times a side: in a row as `sigmascope bench` repeats it, or in turn as one compares on a machine that drifts. Each side is compared as `sigmascope compare` does it, by its first sentence (the whole run) and by the rows of its table (stage and
 step): a side as it is with the one before it, for false alarms, and a slower side with the one as it is before it. Beside
 other programs there is a process for each processor that never rests; it ends with this one. A difference is *found*
 (unchanged: *accused*), *not comparable*, since the runs waited for a processor, *undecided*, or *denied* (unchanged: *as before*).
@@ -27,11 +27,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 
 import torch
 from diffusers import UNet2DConditionModel
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.families import make_pipeline
+
+import sigmascope
 from sigmascope.analysis.recipe import used_by_others
 from sigmascope.analysis.run_comparison import (
     ALPHA,
@@ -42,7 +48,6 @@ from sigmascope.analysis.run_comparison import (
 from sigmascope.analysis.run_figures import figures_of
 from sigmascope.analysis.two_samples import p_of_higher
 from sigmascope.monitor import Recorder
-from sigmascope.monitor.load import Load
 from sigmascope.records.run import Run
 
 FIGURES = ("total", "denoising", "denoising step")
@@ -122,10 +127,10 @@ def rates(
 
 RUNS = 10
 """On each side: what `sigmascope bench` takes."""
-CALLS = 10
-"""Of the convolutions in a step; one more is 10 %."""
 LEAST_RUN_SECONDS = 0.26
 """The system tells of other programs in runs of a fifth of a second and more, and a machine may become faster meanwhile."""
+CALLS = 100
+"""Of the convolution in a step; one more is less than 1 %."""
 SPIN = """
 import os, sys
 while os.getppid() == int(sys.argv[1]):
@@ -151,39 +156,49 @@ def beside_others() -> Iterator[None]:
 
 
 class Loop:
-    """A loop of steps of the same work, some 0.2 s of it."""
+    """A small pipeline whose denoiser does nothing but convolutions, some 0.3 s of them a run; in a slower one so many more that
+    the whole run takes longer by the slowdown.
+    """
 
     def __init__(self, slowdown: float) -> None:
+        self._pipeline = make_pipeline("sd15")
         torch.manual_seed(0)
-        self._layer = torch.nn.Conv2d(32, 32, 3, padding=1).eval()
-        self._input = torch.randn(1, 32, 64, 64)
-        self._calls = {False: CALLS, True: round(CALLS * (1 + slowdown))}
-        self._steps = 1
+        layer = torch.nn.Conv2d(32, 32, 3, padding=1).eval()
+        kept = torch.randn(1, 32, 64, 64)
+
+        def forward(latents: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor]:
+            for _ in range(self._calls):
+                layer(kept)
+            return (torch.zeros_like(latents),)
+
+        self._pipeline.unet.forward = forward
+        self._calls, self._steps = CALLS, 4
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        seconds = min(self._processor_seconds() for _ in range(10))
+        self._steps = max(4, round(threads * LEAST_RUN_SECONDS * self._steps / self._least_seconds()))
+        whole, self._calls = self._least_seconds(), 0
+        convolutions = whole - self._least_seconds()
         torch.set_num_threads(threads)
-        self._steps = max(4, round(threads * LEAST_RUN_SECONDS / seconds))
+        self._of_side = {False: CALLS, True: round(CALLS * (1 + slowdown * whole / convolutions))}
 
-    def _processor_seconds(self) -> float:
-        """Of one step on one thread: other programs do not change it by much."""
-        began = time.process_time()
-        self.run()
-        return time.process_time() - began
+    def _least_seconds(self) -> float:
+        """Of the processor, for a run on one thread: other programs do not change it by much."""
+        took = []
+        for _ in range(10):
+            began = time.process_time()
+            self._record()
+            took.append(time.process_time() - began)
+        return min(took)
 
-    @torch.no_grad()
+    def _record(self) -> Run:
+        with sigmascope.watch(self._pipeline, keep_run=False) as watching:
+            self._pipeline("a fox", height=32, width=32, num_inference_steps=self._steps, output_type="pt")
+        return watching.record()
+
     def run(self, *, slower: bool = False) -> Run:
         """One recorded run."""
-        recorder = Recorder("loop", sample_hz=None)
-        with recorder:
-            load = Load()
-            with recorder.stage("denoising"):
-                for _ in range(self._steps):
-                    with recorder.step():
-                        for _ in range(self._calls[slower]):
-                            self._layer(self._input)
-            load.note(recorder)
-        return recorder.run()
+        self._calls = self._of_side[slower]
+        return self._record()
 
 
 def outcome(compared: FigureComparison) -> str:
@@ -203,23 +218,50 @@ def outcomes(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, str]:
     return {**told, "any": min(told.values(), key=OUTCOMES.index)}
 
 
-def rates_of_pairs(pairs: int, runs: int, slowdown: float, where: str) -> dict[str, dict[str, Counter[str]]]:
+Pair = tuple[list[Run], list[Run]]
+"""The new side and the one before it."""
+
+
+def in_a_row(loop: Loop, runs: int) -> Iterator[dict[str, Pair]]:
+    """Endless pairs of each kind, all runs of a side one after the other; each unchanged side is in three of them."""
+    before = [loop.run() for _ in range(runs)]
+    while True:
+        same = [loop.run() for _ in range(runs)]
+        slow = [loop.run(slower=True) for _ in range(runs)]
+        yield {"unchanged": (same, before), "slower": (slow, same)}
+        before = same
+
+
+def in_turn(loop: Loop, runs: int) -> Iterator[dict[str, Pair]]:
+    """The same where the sides of a pair take turns; of two sides as they are every other run is a new one."""
+    before: list[Run] = []
+    while True:
+        both = [(loop.run(), loop.run(slower=True)) for _ in range(runs)]
+        same, slow = [one for one, _ in both], [one for _, one in both]
+        if before:
+            yield {"unchanged": ([*before, *same][1::2], [*before, *same][::2]), "slower": (slow, same)}
+        before = same
+
+
+ORDERS = {"row": in_a_row, "turn": in_turn}
+
+
+def rates_of_pairs(
+    pairs: int, runs: int, slowdown: float, where: str, order: str
+) -> dict[str, dict[str, Counter[str]]]:
     """By kind of pair and figure, how many pairs came out how."""
     counts: dict[str, dict[str, Counter[str]]] = {"unchanged": {}, "slower": {}}
-    began = time.perf_counter()
+    others, ratios = [], []
     with beside_others() if where == "load" else nullcontext():
-        loop = Loop(slowdown)
-        before = [loop.run() for _ in range(runs)]
-        others = []
-        for number in range(1, pairs + 1):
-            same = [loop.run() for _ in range(runs)]
-            slow = [loop.run(slower=True) for _ in range(runs)]
-            for kind, told in (("unchanged", outcomes(same, before)), ("slower", outcomes(slow, same))):
-                for figure, word in told.items():
+        endless = ORDERS[order](Loop(slowdown), runs)
+        began = time.perf_counter()
+        for number, kinds in enumerate(islice(endless, pairs), 1):
+            for kind, (new, before) in kinds.items():
+                for figure, word in outcomes(new, before).items():
                     counts[kind].setdefault(figure, Counter())[word] += 1
-            share = used_by_others(same)
+            ratios.append(compare_totals(*kinds["slower"]).ratio or 1)
+            share = used_by_others(kinds["unchanged"][0])
             others += [] if share is None else [share]
-            before = same
             if number % 10 == 0 or number == pairs:
                 took = (time.perf_counter() - began) / number
                 print(f"  {where}: {number} of {pairs}, {took / 2:.2f} s a pair", file=sys.stderr, flush=True)
@@ -228,7 +270,9 @@ def rates_of_pairs(pairs: int, runs: int, slowdown: float, where: str) -> dict[s
         if others
         else "an unknown share of the processors: the runs were too short"
     )
-    print(f"\n{where}: others used {used}")
+    print(
+        f"\n{where}, in {order}: others used {used}; slower runs took {statistics.median(ratios) - 1:+.1%} in the median"
+    )
     for kind, figures in counts.items():
         for figure, words in figures.items():
             names = UNCHANGED if kind == "unchanged" else {}
@@ -244,7 +288,10 @@ def pairs_main(options: argparse.Namespace) -> None:
     print(
         f"{options.pairs} pairs of {options.runs} runs a side on {options.threads} threads; planted: {100 * slowdown:g} %"
     )
-    results = {where: rates_of_pairs(options.pairs, options.runs, slowdown, where) for where in options.where}
+    results = {
+        where: rates_of_pairs(options.pairs, options.runs, slowdown, where, options.order)
+        for where in options.where
+    }
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 
@@ -257,6 +304,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200, help="of each kind (default 200)")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"on each side of a pair (default {RUNS})")
     parser.add_argument("--where", nargs="+", choices=("idle", "load"), default=("idle", "load"))
+    parser.add_argument(
+        "--order", choices=ORDERS, default="turn", help="of the runs of two sides (default turn)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of the loop (default 1)")
     parser.add_argument(
         "--draws", type=int, metavar="RUNS", help="draw from so many runs of each kind instead"
