@@ -111,6 +111,17 @@ def rough_percent(share: float, digits: int = 2) -> str:
     return f"{value:,.0f} %" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g} %"
 
 
+def percent_change(share: float) -> str:
+    """A change as a share, in per cent with its sign: `+41.9 %`."""
+    return f"{100 * share:+,.1f} %"
+
+
+def times(ratio: float) -> str:
+    """A ratio as people say it: `1.52 ×`, `12.5 ×`, `1,013 ×`."""
+    digits = 2 if ratio < 9.995 else 1 if ratio < 99.95 else 0
+    return f"{ratio:,.{digits}f} ×"
+
+
 def counted(number: int, one: str, many: str | None = None) -> str:
     """A number with its noun: `1 tensor`, `2,000 tensors`.
 
@@ -161,23 +172,24 @@ def format_size(size: int) -> str:
     return f"{size} bytes"
 
 
-def parse_share(text: str, flag: str = "a share") -> float:
+def parse_share(text: str, flag: str = "a share", most: float = 1.0) -> float:
     """Read a share of a whole, as a fraction.
 
     Args:
         text: `5%` or `0.05`. Above 1 the percent sign is needed, since 5 could mean 5 % or 500 %.
         flag: What the user calls it, for the error.
+        most: The largest that makes sense: more than 1 for a limit of growth, such as 150%.
 
     Returns:
-        From 0 to 1.
+        From 0 to `most`.
 
     Raises:
-        ConfigError: It is not a share, or not between 0 and 1.
+        ConfigError: It is not a share, or not between 0 and `most`.
     """
     found = _SHARE.fullmatch(text.strip())
     value = float(f"{found[1]}e{found[2] or 0}") if found else math.nan
     share = value / 100 if found and found[3] else value
-    if not 0 <= share <= 1:
+    if not 0 <= share <= (most if found and found[3] else 1):
         hint = f"Write {text}% or {value / 100:g}." if 1 < value <= 100 else "Write it as 5% or 0.05."
         raise ConfigError(f"{flag} {text} is not a share of a whole.", hint=hint)
     return share

@@ -397,8 +397,8 @@ def test_a_run_that_broke_off_is_not_compared_as_if_it_were_whole() -> None:
     whole = Run("a", "run", "2026-01-01T00:00:00+00:00", 10.0, stages=(Stage("denoising", 0.0, 9.0),))
     broken = replace(whole, id="b", seconds=1.0, stages=(Stage("denoising", 0.0, 0.9),), complete=False)
     changed = what_changed([broken], [whole])
-    assert changed.headline.startswith("The run now broke off. Times and outputs are not compared.")
+    assert changed.headline.startswith("The new run broke off. Times and outputs are not compared.")
     assert changed.rows == ()
-    assert what_changed([whole], [broken]).headline.startswith("The run before broke off.")
+    assert what_changed([whole], [broken]).headline.startswith("The earlier run broke off.")
     among = what_changed([whole, replace(whole, id="c"), broken], [replace(whole, id="d")])
-    assert among.headline == "Nothing differs beyond noise. 1 of 3 runs now broke off."
+    assert among.headline == "Nothing differs beyond noise. 1 of 3 new runs broke off."

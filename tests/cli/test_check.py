@@ -1,4 +1,6 @@
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from typer.testing import CliRunner
 
 from sigmascope.cli.compare import repeated
 from sigmascope.cli.root import app
-from sigmascope.errors import RecordError
+from sigmascope.errors import ConfigError, RecordError, SigmascopeError
 from sigmascope.records.run import HostFacts
 from sigmascope.records.serialization import save_run
 
@@ -222,3 +224,54 @@ def test_runs_are_not_held_against_themselves(tmp_path: Path, command: str) -> N
     done = CliRunner().invoke(app, [command, *new, old[3], "--baseline", *old])
     assert isinstance(done.exception, RecordError)
     assert "is in the baseline too" in done.exception.message
+
+
+def test_a_limit_may_be_more_than_all_of_it(tmp_path: Path) -> None:
+    """pytest-benchmark 279: of what varies much one allows 100 % and more. Here: 80 % more, of 150 % allowed."""
+    saved(tmp_path / "new", factor=1.8)
+    saved(tmp_path / "old", seed=1)
+    sides = ["check", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")]
+    codes = [
+        CliRunner().invoke(app, [*sides, "--max_slowdown", limit]).exit_code for limit in ("150%", "50%")
+    ]
+    assert codes == [0, 1]
+    unclear = CliRunner().invoke(app, [*sides, "--max_slowdown", "1.5"])
+    assert isinstance(unclear.exception, ConfigError)
+    assert unclear.exception.hint == "Write 1.5% or 0.015."
+
+
+def test_what_several_figures_lack_is_told_once(tmp_path: Path) -> None:
+    saved(tmp_path / "new", factor=2.0, count=1)
+    saved(tmp_path / "old", seed=1, count=1)
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")])
+    output = " ".join(done.output.split())
+    assert output.count("measure 4 more on each side") == 1
+    assert re.search(
+        r"undecided total \+[\d.]+ %, denoising \+[\d.]+ %, denoising step \+[\d.]+ %: beyond noise", output
+    )
+
+
+@pytest.mark.parametrize("command", ["compare", "check"])
+def test_json_is_json_where_nothing_can_be_compared(command: str, tmp_path: Path) -> None:
+    saved(tmp_path / "old", count=1)
+    (tmp_path / "empty").mkdir()
+    broken = replace(kept_run(complete=False), id="broken")
+    broken.save(tmp_path / "broken.json")
+    replace(kept_run(), seconds=math.nan).save(tmp_path / "nan.json")
+    for wrong in ("empty", "none", "broken.json", "nan.json"):
+        done = CliRunner().invoke(
+            app, [command, str(tmp_path / wrong), "--baseline", str(tmp_path / "old"), "--json"]
+        )
+        told = json.loads(done.stdout)
+        assert isinstance(done.exception, SigmascopeError)
+        assert told["error"] == done.exception.message
+        assert told["comparisons" if command == "compare" else "figures"] == []
+        assert done.exception.exit_code == (1 if command == "compare" else 2)
+
+
+def test_undecided_figures_are_listed_over_all_cases(tmp_path: Path) -> None:
+    sides = [of_case(tmp_path / "new", "small", factor=2.0), of_case(tmp_path / "old", "small", seed=1)]
+    for extra in (file for side in sides for file in side.glob("small-[1-7].json")):
+        extra.unlink()
+    done = CliRunner().invoke(app, ["check", str(sides[0]), "--baseline", str(sides[1]), "--json"])
+    assert "small: denoising step" in json.loads(done.stdout)["undecided"]

@@ -3,13 +3,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.analysis.run_sets import noisy_runs
 from tests.monitor.conftest import FakeClock
 from typer.testing import CliRunner, Result
 
 import sigmascope
+from sigmascope.cli.compare import load_runs
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, RecordError
+from sigmascope.history.store import open_store
 from sigmascope.records.run import Folded, HostFacts
 
 
@@ -112,13 +115,11 @@ def test_a_target_is_spoken_of_only_where_one_was_given(tmp_path: Path) -> None:
         return output[output.index("Median generation") :]
 
     old, new = generated("old.json", 16.0), generated("new.json", 2.4)
-    assert told(old, new).startswith("Median generation 16.00 s → 2.40 s: 85.0 % less, 6.7x as fast. 1 run")
+    assert told(old, new).startswith("Median generation 16.00 s → 2.40 s: 85.0 % less, 6.67 × as fast. 1 run")
     alike = generated("alike.json", 16.4)
-    assert told(old, alike).startswith(
-        "Median generation 16.00 s → 16.40 s: 2.5 % more, 1.0x as long, within noise. 1"
-    )
+    assert told(old, alike).startswith("Median generation 16.00 s → 16.40 s: 2.5 % more, within noise. 1")
     longer = generated("longer.json", 17.6)
-    assert ": 10.0 % more, 1.1x as long, not to be told from noise. 1" in told(old, longer)
+    assert ": 10.0 % more, not to be told from noise. 1" in told(old, longer)
     set_one = generated("set.json", 2.4, target_generation_time=5.0)
     assert "score – → 100.0; target none → met." in told(old, set_one).replace("—", "–").replace("-", "–")
     was_set = generated("was.json", 16.0, target_generation_time=5.0)
@@ -134,3 +135,40 @@ def test_generations_that_are_folded_are_told(tmp_path: Path) -> None:
     [told] = json.loads(compare(new, "--baseline", old, "--json").output)["comparisons"]
     assert told["folded"] == [0, 1900]
     assert "folded" not in compare(old, "--baseline", saved(tmp_path / "third", seed=2)).output
+
+
+def test_files_of_a_folder_are_read_as_people_number_them(tmp_path: Path) -> None:
+    """MLflow 3500: from ten, or a hundred, on names lie in another order as texts. The clock stands here, so names decide."""
+    for number, made in enumerate(noisy_runs(12), 1):
+        replace(made, id=f"run {number}").save(tmp_path / f"case-{number}.json")
+    assert [run.id for run in load_runs([tmp_path])] == [f"run {number}" for number in range(1, 13)]
+
+
+@pytest.mark.parametrize("command", ["compare", "check"])
+def test_kept_runs_are_compared_in_the_order_in_which_they_were_kept(
+    command: str, tmp_path: Path, store_file: Path
+) -> None:
+    """Ten a side, 10 % slower, kept in turns on a machine that becomes 0.7 % slower with each; the clock put back between the sides."""
+    assert store_file.name
+    with open_store() as store:
+        for slot in range(20):
+            is_new = slot % 2
+            made = noisy_runs(1, factor=(1.0, 1.1)[is_new] * (1 + 0.007 * slot), noise=0.0)[0]
+            moment = f"2026-03-0{3 - is_new}T12:{slot:02d}:00+00:00"
+            store.add(replace(made, started_at=moment), "watch", tags=("after" if is_new else "before",))
+    done = CliRunner().invoke(app, [command, "@after", "--baseline", "@before", "--json"])
+    told = json.loads(done.stdout)
+    figures = told["figures"] if command == "check" else told["comparisons"][0]["figures"]
+    assert {figure["state"] for figure in figures if figure["name"].startswith("denoising")} == {"changed"}
+    assert done.exit_code == (1 if command == "check" else 0)
+
+
+def test_a_link_to_nothing_is_passed_over_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, count=1)
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere.json")
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["show", "--markdown"])
+    assert shown.exit_code == 0, shown.exception
+    done = compare(tmp_path, "--baseline", saved(tmp_path / "old", seed=1))
+    assert isinstance(done.exception, RecordError)
+    assert "gone.json" in done.exception.message

@@ -165,14 +165,14 @@ def _stages(stages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _with_itself(kept: Kept, other: Kept, folder: Path) -> Seen:
     replace(kept.run, id="twin").save(folder / "twin.json")
-    says = "Nothing differs" if kept.run.complete else "1 of 1 broke off and were left out"
+    says = "Nothing differs" if kept.run.complete else "1 of 1 broke off and was left out"
     return Seen(_shown("compare", kept.path, folder / "twin.json"), (says,))
 
 
 def _with_another(kept: Kept, other: Kept, folder: Path) -> Seen:
     _shown("show", kept.path, other.path, "--html", folder / "both.html")
     text = html.unescape((folder / "both.html").read_text(encoding="utf-8"))
-    broken_off = "" if kept.run.complete else "The run before broke off. Times and outputs are not compared."
+    broken_off = "" if kept.run.complete else "The earlier run broke off. Times and outputs are not compared."
     return Seen(text, (*_verdict(kept), *_verdict(other), _steps(kept), _steps(other), broken_off))
 
 

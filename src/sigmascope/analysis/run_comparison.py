@@ -38,19 +38,19 @@ from sigmascope.analysis.run_figures import (
     Figure,
     Unit,
     figures_of,
-    in_order,
     theil_sen,
     timed_on_device,
     timed_steps,
     total_of,
     warm,
 )
+from sigmascope.analysis.run_order import in_order, share_apart
 from sigmascope.analysis.two_samples import p_of_higher, ratio_interval
 from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records.performance import work_of
 from sigmascope.records.recorded import Recorded, runs_of
 from sigmascope.records.run import Run, is_duration
-from sigmascope.units import counted
+from sigmascope.units import counted, percent_change
 
 CONFIDENCE: Final = 0.95
 _FEWEST_RUNS_FOR_INTERVAL: Final = 3
@@ -273,21 +273,6 @@ def own_change_of(values: Sequence[float], *, apart: float = 1.0) -> float:
     return max(trend, scatter) / middle
 
 
-def share_apart(new: Sequence[Run], baseline: Sequence[Run]) -> float:
-    """How far two sides lie apart in time: 1 if all of one began after all of the other, near 0 if they took turns.
-
-    Of all pairs, the share in which one side's run came later less that in which the other's did. Where a machine drifts
-    evenly, the difference that it makes between the sides is in proportion to this. Runs that began at once lie apart:
-    nothing is known of their order.
-    """
-    pairs = [(ours.started_at, theirs.started_at) for ours in new for theirs in baseline]
-    later, earlier = (
-        sum(ours > theirs for ours, theirs in pairs),
-        sum(ours < theirs for ours, theirs in pairs),
-    )
-    return (abs(later - earlier) + len(pairs) - later - earlier) / len(pairs) if pairs else 1.0
-
-
 def _between(new: Sequence[Run], baseline: Sequence[Run], limits: Limits) -> Limits:
     """The limits for these two sides: what a machine drifts moves sides that took turns less far apart."""
     return replace(limits, apart=share_apart(new, baseline))
@@ -402,7 +387,8 @@ def compare_run_sets(
     missing = {name: "not in the new runs" for name in theirs if name not in ours}
     missing |= {name: "not in the baseline" for name in ours if name not in theirs}
     is_told = any(row.name in (TOTAL, GENERATION) and whole and row.state == whole.state for row in compared)
-    if compared and whole is not None and not is_told:
+    is_bare = not all(any(run.stages for run in side) for side in (new, baseline))
+    if (compared or is_bare) and whole is not None and not is_told:
         compared.insert(0, whole)
         missing.pop(TOTAL, None)
     return tuple(compared), missing
@@ -462,7 +448,7 @@ def _as_part(
     elif is_one_of_many:
         why = _why_undecided(part, limits)
     else:
-        why = f"the run around it moved by {moved - 1:+.1%}, too; let the sides take turns"
+        why = f"the run around it moved by {percent_change(moved - 1)}, too; let the sides take turns"
     return replace(part, is_noise=True, undecided=why)
 
 
@@ -595,9 +581,10 @@ def _why_undecided(compared: FigureComparison, limits: Limits) -> str:
         return _too_few(compared, alpha)
     p = min(compared.p_slower, 1 - compared.p_slower)
     if 2 * p < alpha:
-        return f"the runs of one side move by {compared.own_change:.1%} themselves; let the sides take turns"
+        moves = f"the runs of one side move by {100 * compared.own_change:.1f} % on their own"
+        return f"{moves}; let the sides take turns"
     of_parts = f" in one of {limits.looks} parts" if limits.looks > 1 else ""
-    return f"within the noise of the runs (p = {p:.2g}{of_parts}); let as many again take turns"
+    return f"the two sides overlap (p = {p:.2g}{of_parts}); measure as many runs again, in turns"
 
 
 def _can_prove(before: int, now: int, alpha: float) -> bool:
@@ -836,7 +823,7 @@ def _judge(comparison: FigureComparison, limits: Limits, *, is_history: bool = F
     before, after = comparison.runs
     are_enough = comparison.least_p < alpha or (is_history and before >= FEWEST_OF_HISTORY > after)
     growth = math.inf if comparison.ratio is None else comparison.ratio - 1
-    change = comparison.unavailable["ratio"] if comparison.ratio is None else f"{growth:+.1%}"
+    change = comparison.unavailable["ratio"] if comparison.ratio is None else percent_change(growth)
     match comparison.state:
         case "not comparable":
             clock = "processor time" if comparison.is_processor_time else "by the clock"
@@ -847,15 +834,15 @@ def _judge(comparison: FigureComparison, limits: Limits, *, is_history: bool = F
         case "as before":
             if comparison.is_allowed and growth > 0:
                 return CheckedFigure(
-                    comparison, "higher", f"{change}, no more than the {allowed:.1%} allowed"
+                    comparison, "higher", f"{change}, no more than the {100 * allowed:.1f} % allowed"
                 )
             return CheckedFigure(comparison, "same", change)
     if growth < 0:
         return CheckedFigure(comparison, "lower", change)
     if are_enough:
-        why = f"{change}, more than the {allowed:.1%} allowed (p = {comparison.p_slower:.2g})"
+        why = f"{change}, more than the {100 * allowed:.1f} % allowed (p = {comparison.p_slower:.2g})"
         return CheckedFigure(comparison, "regressed", why)
-    why = f"{change}, more than few runs differ by, but {_too_few(comparison, alpha)}"
+    why = f"{change}, beyond noise, but {_too_few(comparison, alpha)}"
     return CheckedFigure(comparison, "undecided", why)
 
 
@@ -883,7 +870,8 @@ def _complete_runs(runs: Sequence[Run]) -> list[Run]:
 
 def _left_out(name: str, runs: Sequence[Run]) -> dict[str, str]:
     count = len(runs) - len(_complete_runs(runs))
-    return {name: f"{count} of {len(runs)} broke off and were left out"} if count else {}
+    were = "was" if count == 1 else "were"
+    return {name: f"{count} of {len(runs)} broke off and {were} left out"} if count else {}
 
 
 def require_pairs(
@@ -896,11 +884,15 @@ def require_pairs(
     """
     pairs, missing = pairs_by_work(new, baseline)
     if not pairs:
-        reasons = "; ".join(f"{work or 'runs outside a benchmark'}: {why}" for work, why in missing.items())
+        are_whole = all(_complete_runs(side) for side in (new, baseline))
+        told = missing if are_whole else _left_out("new runs", new) | _left_out("baseline runs", baseline)
+        reasons = "; ".join(f"{work or 'runs outside a benchmark'}: {why}" for work, why in told.items())
         raise RecordError(
             named,
             f"has nothing in common with the baseline ({reasons}).",
-            hint="Compare whole runs of the same cases.",
+            hint="Compare whole runs of the same cases."
+            if are_whole
+            else "Record whole runs. How far these got, sigmascope show says.",
         )
     return pairs, missing
 

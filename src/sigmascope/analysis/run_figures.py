@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean, median, stdev
 from typing import Any, Final, Literal, NamedTuple
 
+from sigmascope.analysis.run_order import in_order as in_order
 from sigmascope.records.performance import ProcessorUse, others_of, processor_use_of
 from sigmascope.records.run import Run, Stage, device_seconds, is_duration, names_in
 
@@ -90,7 +91,7 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
     see `impossible_times`.
 
     Args:
-        runs: Any number; values are in the order in which they began.
+        runs: Any number; values are in the order in which they ran, see `run_order`.
         on_device: Stages and steps whose time is that of the accelerator's clock (see `timed_on_device`), without the runs
             that it did not time; others the host's.
     """
@@ -127,13 +128,8 @@ def _figure(of_runs: Sequence[_Of], others: float | None, untimed: int = 0) -> F
     )
 
 
-def in_order(runs: Iterable[Run]) -> list[Run]:
-    """Runs in the order in which they began; as given where that is the same. Names of files need not tell it."""
-    return sorted(runs, key=lambda run: run.started_at)
-
-
 def total_of(runs: Sequence[Run]) -> Figure:
-    """What whole runs took, in the order in which they began, without times that cannot be.
+    """What whole runs took, in the order in which they ran, without times that cannot be.
 
     At least one has a valid time.
     """

@@ -89,9 +89,7 @@ _LONGEST_VALUE_IN_SENTENCE: Final = 60
 
 _MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
 """The stage that made a tensor, if it is not the stage that holds it."""
-_NO_TIME: Final = (
-    "The times are not compared: a run has none that can be one (NaN, 0 or less, or without end)."
-)
+_NO_TIME: Final = "Whole times are not compared: the time of a run is NaN, infinite, or not above 0."
 _TIMES_AS_BEFORE: Final = "Times are as before."
 _TIMES_ALLOWED: Final = "Times differ by no more than is allowed."
 _NOTHING: Final = "Nothing differs beyond noise."
@@ -103,6 +101,14 @@ _BEYOND: Final = "what your own code does between the pipeline's stages is not l
 _DATA_WRITES: Final = "what was written through a weight's .data after it was first read"
 _VARIES: Final = "kernels of a device may give other bits each time, since deterministic algorithms are off"
 _MOST_CHANGE_OF_OWN: Final = 0.1
+_STAGE: Final = "stage"
+"""The part that is all of a stage."""
+_LARGE: Final = 0.05
+"""Of the time before: parts that are as long are looked at when all are alike."""
+_SECOND: Final = 0.1
+"""Of the time before: what the second longest part has where there is more than one that counts."""
+_MOST_UNLIKE: Final = 0.03
+"""By which parts that changed alike differ in their ratios; or by a quarter of the change, if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,7 @@ class WhatChanged:
         output: The first stage and tensor whose values differ, as "denoising: latent". None if none does, or if they
             differ among the runs of one side.
         fails_more: Whether a larger share of the new runs failed or broke off.
+        figures: What is compared of the runs, whether it changed or not.
     """
 
     headline: str
@@ -123,6 +130,7 @@ class WhatChanged:
     rows: tuple[tuple[str, float, float], ...]
     output: str | None
     fails_more: bool = False
+    figures: tuple[FigureComparison, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -185,12 +193,10 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         if total is None
         else _other_figures(total, compared, rows, recipe, is_told=time is not None, is_only=is_only)
     )
-    if time is None and not rest and (text or changes):
-        rest = [
-            _TIMES_ALLOWED
-            if any(one.is_allowed and one.unit == "seconds" for one in compared)
-            else _TIMES_AS_BEFORE
-        ]
+    times = [one for one in (total, *compared) if one is not None and one.unit == "seconds"]
+    is_calm = not any(one.state in ("changed", "undecided") for one in times)
+    if time is None and is_calm and (text or changes or rest):
+        rest.append(_TIMES_ALLOWED if any(one.is_allowed for one in times) else _TIMES_AS_BEFORE)
     sentences += rest
     if not any(sentences):
         sentences = [_NOTHING_NOT_ALLOWED if any(one.is_allowed for one in compared) else _NOTHING]
@@ -206,6 +212,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         tuple((row.label, before, row.seconds) for row, before in rows),
         output,
         fails_more,
+        compared,
     )
 
 
@@ -222,8 +229,8 @@ def _broken_off(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
     """Which runs are not whole."""
     counts = [(sum(not run.complete for run in side), len(side)) for side in (baseline, new)]
     told = [
-        f"the run {when}" if total == 1 else f"{count} of {total} runs {when}"
-        for (count, total), when in zip(counts, ("before", "now"), strict=True)
+        f"the {which} run" if total == 1 else f"{count} of {total} {which} runs"
+        for (count, total), which in zip(counts, ("earlier", "new"), strict=True)
         if count
     ]
     text = f"{' and '.join(told)} broke off."
@@ -247,20 +254,25 @@ def _stages_of_one_side(new: Sequence[Run], baseline: Sequence[Run]) -> str | No
     has_stages = [any(run.stages for run in side) for side in (baseline, new)]
     if has_stages[0] == has_stages[1]:
         return None
-    when = "now" if has_stages[0] else "before"
-    return f"The runs {when} have no stages: of them only whole times can be compared."
+    which, side = ("new", new) if has_stages[0] else ("earlier", baseline)
+    have = "run has" if len(side) == 1 else "runs have"
+    return f"The {which} {have} no stages, so only whole times can be compared."
+
+
+_Rows = dict[tuple[str, str], TimeShare]
 
 
 def _rows(new: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[TimeShare, float]]:
     """Each part of the time now, with the seconds before; medians of the runs, the largest change first."""
     now, before = _medians(new), _medians(baseline)
+    now, before = _undivided(now, before), _undivided(before, now)
     gone = {key: row for key, row in before.items() if key not in now}
     rows = [(row, before[key].seconds if key in before else 0.0) for key, row in now.items()]
     rows += [(_with_seconds(row, 0.0), row.seconds) for row in gone.values()]
     return sorted(rows, key=lambda row: -abs(row[0].seconds - row[1]))
 
 
-def _medians(runs: Sequence[Run]) -> dict[tuple[str, str], TimeShare]:
+def _medians(runs: Sequence[Run]) -> _Rows:
     shares: dict[tuple[str, str], list[TimeShare]] = {}
     for run in runs:
         for share in time_breakdown(run):
@@ -270,6 +282,19 @@ def _medians(runs: Sequence[Run]) -> dict[tuple[str, str], TimeShare]:
         key: _with_seconds(same[0], median([share.seconds for share in same] + [0.0] * (missing - len(same))))
         for key, same in shares.items()
     }
+
+
+def _undivided(rows: _Rows, other: _Rows) -> _Rows:
+    """The rows with one for each stage that is whole on the other side, such as where no step was told, in place of its parts."""
+    whole = [name for name, part in other if part == _STAGE and (name, part) not in rows]
+    joined: _Rows = {}
+    for key, row in rows.items():
+        around = next((name for name in whole if f"{key[0]}/".startswith(f"{name}/")), None)
+        if around is not None:
+            key, row = (around, _STAGE), replace(row, name=around, part=_STAGE, callback=None)
+        before = joined.get(key)
+        joined[key] = row if before is None else _with_seconds(row, before.seconds + row.seconds)
+    return joined
 
 
 def _with_seconds(share: TimeShare, seconds: float) -> TimeShare:
@@ -297,7 +322,7 @@ def _time_sentence(
         return None
     now, before = total.new, total.baseline
     recipe = _without_contrary_clock(recipe, is_slower=now > before)
-    how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
+    how = f"{units.times(now / before)} as long" if now > before else f"{units.times(before / now)} as fast"
     change = f"{how} ({units.seconds(before)} → {units.seconds(now)})"
     least, most = sorted(_predicted_ratios(rows, recipe))
     changed = [_in_words(name, recipe[name]) for name in _AMOUNTS_OF_WORK if name in recipe]
@@ -305,15 +330,32 @@ def _time_sentence(
     if amounts and least / (1 + _PREDICTION_TOLERANCE) <= now / before <= most * (1 + _PREDICTION_TOLERANCE):
         return f"{change}: {amounts} it."
     same_way = [(row, was) for row, was in rows if (row.seconds > was) == (now > before)]
-    if not same_way:  # records that do not add up
+    if not same_way or _stages_of_one_side(new, baseline):  # records that do not add up, or hold no parts
         return f"{change}."
     row, was = same_way[0]
     difference = _more_or_less(row, was)
-    why = [*_why(row, recipe), *([f"{amounts} part of it"] if amounts else [])]
+    is_contrary = most < 1 < now / before or now / before < 1 < least
+    why = [*_why(row, recipe), *([f"{amounts} part of it"] if amounts and not is_contrary else [])]
     why += ["generations that failed may explain it"] if may_be_failures else []
-    is_open = not why and not _says_enough(row)
+    if not why and not _says_enough(row):
+        why = ["nothing in the recipe explains it"]
+        if _are_alike(rows, now / before):
+            why.append(f"all parts are alike, as on a {'slower' if now > before else 'faster'} machine")
+    if is_contrary:
+        why.append(f"{' and '.join(changed)} should make it {'faster' if now > before else 'slower'}")
+    return f"{change}: {'; '.join([difference, *why])}."
+
+
+def _are_alike(rows: Sequence[tuple[TimeShare, float]], ratio: float) -> bool:
+    """Whether every part that counts changed by the same ratio as the whole; of one part alone nobody knows."""
+    whole = sum(was for _, was in rows)
+    large = [(row.seconds, was) for row, was in rows if max(row.seconds, was) >= _LARGE * whole]
+    longest = sorted(was for _, was in large)[-2:]
+    unlike = max(_MOST_UNLIKE, abs(ratio - 1) / 4)
     return (
-        f"{change}: {'; '.join([difference, *(['nothing in the recipe explains it'] if is_open else why)])}."
+        len(longest) == 2
+        and min(longest) >= _SECOND * whole
+        and all(was > 0 and abs(now / was / ratio - 1) <= unlike for now, was in large)
     )
 
 
@@ -414,9 +456,14 @@ def _difference_of(figure: FigureComparison) -> float:
 
 def _growth(figure: FigureComparison) -> str:
     """Such as "+21.0 % (2.00 s → 2.42 s)"."""
+    share = "" if figure.ratio is None else f"{units.percent_change(figure.ratio - 1)} "
+    return f"{share}({_amounts(figure)})"
+
+
+def _amounts(figure: FigureComparison) -> str:
+    """Such as "2.00 s → 2.42 s"."""
     amount = units.seconds if figure.unit == "seconds" else lambda value: f"{units.mib(round(value))} MB"
-    share = "" if figure.ratio is None else f"{100 * (figure.ratio - 1):+.1f} % "
-    return f"{share}({amount(figure.baseline)} → {amount(figure.new)})"
+    return f"{amount(figure.baseline)} → {amount(figure.new)}"
 
 
 def _part_in_words(
@@ -427,7 +474,9 @@ def _part_in_words(
 ) -> str:
     """What changed beyond noise where the whole run did not."""
     if figure.unit == "bytes":
-        return f"{figure.name} {_growth(figure)}."
+        by = "" if figure.ratio is None else f" by {100 * abs(figure.ratio - 1):,.1f} %"
+        rose = "rose" if figure.new > figure.baseline else "fell"
+        return f"The {figure.name} {rose}{by} ({_amounts(figure)})."
     stage = figure.name.removesuffix(" step")
     inside = [
         (row, was)

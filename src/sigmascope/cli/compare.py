@@ -1,9 +1,12 @@
 """Saved runs: `sigmascope show` one, `compare` two sets of them, and `check` one set against the other."""
 
 import inspect
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -20,7 +23,7 @@ from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.reports.surfaces import surfaces
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.run_comparison import FigureComparison, RegressionCheck
+    from sigmascope.analysis.run_comparison import CheckedFigure, FigureComparison, RegressionCheck
     from sigmascope.analysis.what_changed import WhatChanged
     from sigmascope.analysis.work_comparison import WorkComparison
     from sigmascope.records.performance import BeforeAfterDict, ComparedGenerationDict
@@ -40,6 +43,9 @@ sigmascope compare after --baseline before --by-step
 
 
 _LEAST_CHANGE_SHOWN: Final = 0.0005
+_LONGEST_NAME: Final = 255
+_MOST_ALLOWED: Final = 1000.0
+"""Times as long: what a user may allow."""
 _NO_CHANGE: Final = {
     "as before": ", within noise",
     "undecided": ", not to be told from noise",
@@ -133,6 +139,40 @@ def compare(
     from sigmascope.analysis.work_comparison import compare_work
 
     require_alpha(alpha)
+    with _told_as_json({"comparisons": []}, wanted=as_json):
+        sides, named = _sides_of(runs, baseline)
+        pairs, missing = require_pairs(*sides, named=named)
+        limits = Limits(alpha)
+        comparisons = tuple(
+            compare_work(work, *sides, by_step=by_step, limits=limits) for work, sides in pairs.items()
+        )
+    if as_json:
+        print_json({"comparisons": [comparison.as_dict() for comparison in comparisons], "missing": missing})
+    else:
+        _print_comparisons(Console(), comparisons, missing, full=full)
+
+
+@contextmanager
+def _told_as_json(nothing: Mapping[str, Any], *, wanted: bool) -> Iterator[None]:
+    """Where nothing can be compared, stdout still holds JSON: what was found, and the error that stderr has too."""
+    try:
+        yield
+    except SigmascopeError as error:
+        if wanted:
+            print_json({**nothing, "missing": {}, "error": error.message, "hint": error.hint})
+        raise
+
+
+def _sides_of(
+    runs: Sequence[Path] | None, baseline: Sequence[Path] | None
+) -> "tuple[tuple[list[Run], list[Run]], Path]":
+    """The new runs and those before, and what a message calls the new ones.
+
+    Raises:
+        ConfigError: It is not said which runs are which.
+        RecordError: As in `load_sides`.
+        StoreError: As in `_with_the_one_before`.
+    """
     if baseline:
         named = (runs or [Path("latest")])[0]
         sides = load_sides(runs or [named], baseline)
@@ -147,15 +187,7 @@ def compare(
             "compare needs two runs, or --baseline with the runs from before the change.",
             hint="sigmascope compare before.json after.json, or sigmascope compare after --baseline before.",
         )
-    pairs, missing = require_pairs(*sides, named=named)
-    limits = Limits(alpha)
-    comparisons = tuple(
-        compare_work(work, *sides, by_step=by_step, limits=limits) for work, sides in pairs.items()
-    )
-    if as_json:
-        print_json({"comparisons": [comparison.as_dict() for comparison in comparisons], "missing": missing})
-    else:
-        _print_comparisons(Console(), comparisons, missing, full=full)
+    return sides, named
 
 
 def _with_the_one_before(named: Path) -> "tuple[list[Run], list[Run]]":
@@ -220,8 +252,7 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
         )
     if comparison.steps:
         console.print(_figures("Step by step", comparison.steps))
-    for name, reason in comparison.missing.items():
-        console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
+    _print_missing(console, comparison.missing)
     _print_notes(console, comparison.figures)
     if comparison.before_after is not None:
         console.print(_in_words(comparison.before_after, _generation_among(comparison.figures)))
@@ -266,7 +297,7 @@ def _change(figure: "FigureComparison") -> Text:
         text = units.UNKNOWN
     else:
         text = (
-            "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else f"{100 * (figure.ratio - 1):+.1f} %"
+            "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else units.percent_change(figure.ratio - 1)
         )
     if figure.state in ("undecided", "not comparable"):
         return Text(f"{figure.state} {text}", style=_VERDICT_STYLE["undecided"])
@@ -305,13 +336,15 @@ def _generation_among(figures: "Iterable[FigureComparison]") -> "FigureCompariso
 
 
 def _in_words(comparison: "BeforeAfterDict", time: "FigureComparison | None") -> Text:
-    """Such as "16.00 s → 2.40 s: 85.0 % less, 6.7x as fast; score 31.2 → 100.0; target missed → met"."""
+    """Such as "16.00 s → 2.40 s: 85.0 % less, 6.67 × as fast; score 31.2 → 100.0; target missed → met"."""
     before, after, improvement = comparison["before"], comparison["after"], comparison["improvement"]
     parts = [f"{units.seconds(before['total_time'])} → {units.seconds(after['total_time'])}"]
     percent, factor = improvement["total_time_percent"], comparison["summary"]["improvement_factor"]
     if percent is not None and factor is not None:
-        times = f"{factor:.1f}x as fast" if factor >= 1 else f"{1 / factor:.1f}x as long"
-        parts[0] += f": {abs(percent):.1f} % {'less' if percent >= 0 else 'more'}, {times}"
+        parts[0] += f": {abs(percent):.1f} % {'less' if percent >= 0 else 'more'}"
+        if time is None or time.has_changed:
+            faster = factor >= 1
+            parts[0] += f", {units.times(factor if faster else 1 / factor)} as {'fast' if faster else 'long'}"
     if time is not None:
         parts[0] += _NO_CHANGE.get(time.state, "")
     if not (before.get("target_assumed") and after.get("target_assumed")):
@@ -368,28 +401,31 @@ def check(
     """Check runs against a baseline: times of stages and steps, and memory peaks.
 
     A figure has regressed if it is higher beyond chance (Mann-Whitney) and by
-    more than is allowed, and so has a work of which more runs fail than before. Five runs on each side can show it; to show 5 %, let ten
-    a side take turns, with --max_slowdown 3%. Beside the ten kept runs or more of
-    --against-history three are enough, and one that is a fifth slower than all of them. The exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
-    benchmark are checked case by case.
+    more than is allowed. The check also fails if a larger share of the new runs
+    failed. It takes five runs on each side; to show 5 %, let ten on each side take
+    turns, and give --max_slowdown 3%. Against ten kept runs or more
+    (--against-history) three are enough, or one that is a fifth slower than all of
+    them. The exit code is 0 without a regression, 1 with one, 2 for an error. Runs
+    of a benchmark are checked case by case.
     """
     from sigmascope.units import parse_share
 
     try:
-        if bool(baseline) == against_history:
-            raise ConfigError(
-                "check needs --baseline or --against-history, and not both.",
-                hint="sigmascope check new --baseline old, or sigmascope check latest --against-history.",
+        with _told_as_json({"regressed": [], "undecided": [], "figures": []}, wanted=as_json):
+            if bool(baseline) == against_history:
+                raise ConfigError(
+                    "check needs --baseline or --against-history, and not both.",
+                    hint="sigmascope check new --baseline old, or sigmascope check latest --against-history.",
+                )
+            sides = load_sides(runs, baseline) if baseline else _with_history(runs)
+            checks, missing = _check_work(
+                sides,
+                named=runs[0],
+                against_history=against_history,
+                max_slowdown=parse_share(max_slowdown, "--max_slowdown", _MOST_ALLOWED),
+                max_growth=parse_share(max_growth, "--max_growth", _MOST_ALLOWED),
+                alpha=alpha,
             )
-        sides = load_sides(runs, baseline) if baseline else _with_history(runs)
-        checks, missing = _check_work(
-            sides,
-            named=runs[0],
-            against_history=against_history,
-            max_slowdown=parse_share(max_slowdown, "--max_slowdown"),
-            max_growth=parse_share(max_growth, "--max_growth"),
-            alpha=alpha,
-        )
     except SigmascopeError as error:
         error.exit_code = TROUBLE
         raise
@@ -476,7 +512,10 @@ def _checks_as_dict(checks: "dict[str, _WorkCheck]", missing: dict[str, str]) ->
     if list(checks) == [""]:
         return {**plainly[""], "missing": {**plainly[""]["missing"], **missing}}
     return {
-        "regressed": [f"{work}: {name}" for work, values in plainly.items() for name in values["regressed"]],
+        **{
+            verdict: [f"{work}: {name}" for work, values in plainly.items() for name in values[verdict]]
+            for verdict in ("regressed", "undecided")
+        },
         "cases": plainly,
         "missing": missing,
     }
@@ -512,19 +551,47 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
             Text(figure.verdict, style=_VERDICT_STYLE.get(figure.verdict, "")),
         )
     console.print(made)
-    for name, reason in check.missing.items():
-        console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
+    _print_missing(console, check.missing)
     _print_notes(console, [figure.comparison for figure in check.figures])
-    for figure in check.figures:
-        if figure.verdict in ("regressed", "undecided"):
-            style = _VERDICT_STYLE[figure.verdict]
-            console.print(
-                Text.assemble((figure.verdict, style), " ", plain(figure.comparison.name), f": {figure.why}")
+    for figure in check.regressed:
+        name = plain(figure.comparison.name)
+        console.print(
+            Text.assemble((figure.verdict, _VERDICT_STYLE["regressed"]), " ", name, f": {figure.why}")
+        )
+    for reason, names in _by_reason(check.undecided).items():
+        console.print(
+            Text.assemble(
+                ("undecided", _VERDICT_STYLE["undecided"]), " ", plain(", ".join(names)), f": {reason}"
             )
+        )
     run_counts = [figure.comparison.runs for figure in check.figures]  # some figures are without some of them
     before, after = (max(counts) for counts in zip(*run_counts, strict=True)) if run_counts else (0, 0)
     style = "bold red" if check.regressed else "bold yellow" if check.undecided else "bold green"
     console.print(Text(f"{check.outcome} ({after} {_runs(after)} against {before}).", style=style))
+
+
+def _by_reason(figures: "Iterable[CheckedFigure]") -> dict[str, list[str]]:
+    """Names of figures by what is said of them; those that only differ in how much they changed are told together."""
+    by_reason: dict[str, list[tuple[str, str]]] = {}
+    for figure in figures:
+        change, per_cent, reason = figure.why.partition(" %, ")
+        by_reason.setdefault(reason if per_cent else change, []).append((figure.comparison.name, figure.why))
+    told: dict[str, list[str]] = {}
+    for reason, alike in by_reason.items():
+        if len(alike) == 1:
+            told[alike[0][1]] = [alike[0][0]]
+        else:
+            told[reason] = [f"{name} {why.removesuffix(f', {reason}')}" for name, why in alike]
+    return told
+
+
+def _print_missing(console: Console, missing: Mapping[str, str]) -> None:
+    """Say which figures could not be compared; those with one reason in one line."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in missing.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        console.print(Text.assemble(plain(", ".join(names)), f": {reason}", style="yellow"))
 
 
 def _joined(words: Iterable[str]) -> str:
@@ -658,7 +725,7 @@ def newest_runs(folder: Path) -> "list[Run]":
     Raises:
         ConfigError: There is none.
     """
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    files = sorted(folder.glob("*.json"), key=_written_at, reverse=True)
     for path in files:
         try:
             run = load_runs([path])
@@ -676,6 +743,14 @@ def newest_runs(folder: Path) -> "list[Run]":
         ) from None
     say(f"No run is saved here. The last one that was kept is {kept[0].id}", err=True)
     return kept
+
+
+def _written_at(path: Path) -> float:
+    """When a file was last written; before all others for a link to nothing."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return -math.inf
 
 
 def load_sides(new: Sequence[Path], baseline: Sequence[Path]) -> "tuple[list[Run], list[Run]]":
@@ -744,12 +819,19 @@ def _is_kept(given: Path) -> bool:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(path.glob("*.json"))
+    files = sorted(path.glob("*.json"), key=_in_numbers)
     if not files:
         raise RecordError(
             path, "holds no saved run.", hint="Name a folder of .json files written by Run.save."
         )
     return files
+
+
+def _in_numbers(path: Path) -> list[str]:
+    """By which files are sorted as people number them: 2.json before 10.json."""
+    return [
+        part.zfill(_LONGEST_NAME) if part.isdecimal() else part for part in re.split(r"([0-9]+)", path.name)
+    ]
 
 
 def _refuse_copies(runs: "dict[Path, Run]") -> None:

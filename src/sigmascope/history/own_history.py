@@ -40,6 +40,7 @@ def beside_earlier(store: Store, kept: KeptRun, run: Run) -> str | None:
     Raises:
         StoreError: The store cannot be read.
     """
+    run = replace(run, place=kept.place)
     earlier = store.comparable_before(kept, limit=_MOST) if run.complete else []
     return _slower(store, earlier, kept, run) or _other_output(store, earlier, kept, run)
 

@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -669,20 +669,25 @@ class Store:
         ]
 
     def record(self, number: int) -> Run:
-        """The record of a run.
+        """The record of a run, with its place among the others.
 
         Raises:
             NoSuchRunError: It is gone.
             StoreError: It is damaged.
         """
         with self._reading() as connection:
-            content = connection.execute(select(RECORDS.c.content).where(RECORDS.c.run == number)).scalar()
-        if content is None:
+            found = connection.execute(
+                select(RECORDS.c.content, RUNS.c.placed_at)
+                .join(RUNS, RUNS.c.number == RECORDS.c.run)
+                .where(RECORDS.c.run == number)
+            ).first()
+        if found is None:
             raise NoSuchRunError(
                 f"The run {number} is no longer in the store {self.name}.", hint="List the runs again."
             )
         try:
-            return run_from_json(_unpacked(content), source=f"run {number} of {self.name}")
+            run = run_from_json(_unpacked(found.content), source=f"run {number} of {self.name}")
+            return replace(run, place=(found.placed_at, number))
         except (zlib.error, ValueError) as error:
             raise StoreError(
                 f"The record of run {number} in the store {self.name} is damaged ({error}).",

@@ -361,7 +361,10 @@ class Folded:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One watched workflow. `started_at` is ISO 8601 in UTC; `folded` is None where all stages are in `stages`."""
+    """One watched workflow. `started_at` is ISO 8601 in UTC; `folded` is None where all stages are in `stages`.
+
+    `place` is where it stands in the store that it was read from; None of any other. No file holds it.
+    """
 
     id: str
     name: str
@@ -374,6 +377,7 @@ class Run:
     complete: bool = True
     unavailable: Mapping[str, str] = field(default_factory=dict)
     folded: Folded | None = None
+    place: tuple[str, int] | None = field(default=None, compare=False, repr=False)
 
     def walk(self) -> Iterator[Stage]:
         """Yield every stage at every depth, in order; folded ones are not among them."""

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeVar
 
 from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError
-from cattrs.gen import make_dict_unstructure_fn, override
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 from cattrs.v import format_exception
 
 from sigmascope.errors import NewerSchemaError, RecordError
@@ -226,8 +226,13 @@ def _converter() -> Converter:
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(float, _float)
     converter.register_structure_hook(JsonScalar, _scalar)
-    unless_folded = make_dict_unstructure_fn(Run, converter, folded=override(omit_if_default=True))
-    converter.register_unstructure_hook(Run, unless_folded)
+    of_store = override(omit=True)
+    plain_run = make_dict_unstructure_fn(
+        Run, converter, folded=override(omit_if_default=True), place=of_store
+    )
+    converter.register_unstructure_hook(Run, plain_run)
+    run_of_plain = make_dict_structure_fn(Run, converter, _cattrs_forbid_extra_keys=True, place=of_store)
+    converter.register_structure_hook(Run, run_of_plain)
     return converter
 
 

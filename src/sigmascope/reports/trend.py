@@ -25,7 +25,7 @@ from sigmascope.analysis.what_changed import WhatChanged
 from sigmascope.plain_text import in_one_line
 from sigmascope.reports.html import template
 from sigmascope.reports.markdown import as_text
-from sigmascope.units import UNKNOWN, counted, first_few, format_size, seconds
+from sigmascope.units import UNKNOWN, counted, first_few, format_size, percent_change, seconds
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _COLUMNS: Final = 60
@@ -62,7 +62,7 @@ def title(series: Series) -> str:
 def change_in_words(series: Series, told: ToldChange) -> str:
     """Such as "10.0 s → 12.0 s (+20.4 %)"."""
     change = told.change
-    share = "" if change.share is None else f" ({100 * change.share:+.1f} %)"
+    share = "" if change.share is None else f" ({percent_change(change.share)})"
     return f"{amount(change.before, series.unit)} → {amount(change.after, series.unit)}{share}"
 
 
@@ -92,7 +92,7 @@ def state_in_words(series: Series) -> str:
             f"{change_in_words(series, last)} since {day(last.started_at)}, {counted(len(since), 'run')} ago"
         )
     if series.trend.drift is not None:
-        text += f"; from run to run it moved by {100 * series.trend.drift:+.1f} % in all since then"
+        text += f"; from run to run it moved by {percent_change(series.trend.drift)} in all since then"
     return f"{text}."
 
 

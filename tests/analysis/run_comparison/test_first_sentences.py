@@ -5,8 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.analysis.run_sets import of_parts
 from tests.analysis.series import generation, series
 
+from sigmascope.analysis.run_comparison import check_regression
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import run_from_json, run_to_json
@@ -30,7 +32,7 @@ def headline(new: list[Run], baseline: list[Run]) -> str:
 def test_a_time_that_can_be_none_is_not_called_noise(seconds: float) -> None:
     odd = [replace(run, seconds=seconds) for run in runs()]
     for sides in ((odd, runs()), (runs(), odd), (odd, odd)):
-        assert headline(*sides).startswith("The times are not compared: a run has none that can be one")
+        assert headline(*sides).startswith("Whole times are not compared: the time of a run is NaN, infinite")
 
 
 def test_more_generations_explain_a_longer_time() -> None:
@@ -49,8 +51,8 @@ def test_failures_may_explain_a_shorter_time() -> None:
 
 def test_runs_without_stages_say_so() -> None:
     bare = [replace(run, stages=()) for run in runs()]
-    assert headline(bare, runs()).startswith("The runs now have no stages")
-    assert headline(runs(), bare).startswith("The runs before have no stages")
+    assert headline(bare, runs()).startswith("The new runs have no stages")
+    assert headline(runs(), bare).startswith("The earlier runs have no stages")
     assert headline(bare, bare) == NOTHING
 
 
@@ -66,3 +68,57 @@ def test_runs_without_stages_say_so() -> None:
 )
 def test_what_did_the_same_differs_in_nothing(altered: Callable[[Run], Run]) -> None:
     assert headline([altered(run) for run in runs()], runs()) == NOTHING
+
+
+def of(**parts: float | list[float]) -> list[Run]:
+    """Three runs that differ by next to nothing."""
+    return [
+        of_parts({name: _times(one, 1 + number / 1000) for name, one in parts.items()}) for number in range(3)
+    ]
+
+
+def _times(seconds: float | list[float], factor: float) -> float | list[float]:
+    return seconds * factor if isinstance(seconds, float) else [one * factor for one in seconds]
+
+
+def test_a_run_without_stages_has_the_same_verdict_on_every_surface() -> None:
+    """Of five runs a side, 40 % slower: the whole time is all that there is, and the check fails by it."""
+    old = [replace(run, stages=()) for number in range(5) for run in of(denoising=10.0 + number / 1000)[:1]]
+    new = [run for number in range(5) for run in of(denoising=14.0 + number / 1000)[:1]]
+    assert headline(new, old) == (
+        "1.40 × as long (10.00 s → 14.00 s). The earlier runs have no stages, so only whole times can be compared."
+    )
+    assert [figure.comparison.name for figure in check_regression(new, old).regressed] == ["total"]
+
+
+def test_a_stage_whose_steps_one_side_lacks_is_compared_as_a_whole() -> None:
+    said = headline(of(denoising=14.0, latent_decoding=2.0), of(denoising=[1.0] * 10, latent_decoding=2.0))
+    assert said.startswith("1.33 × as long (12.01 s → 16.02 s): 4.00 s more in denoising;")
+
+
+def test_less_work_explains_no_longer_time() -> None:
+    """Half of the height, and twice as long."""
+    low, high = (
+        [series(generation(0.0, [step] * 10, height=height))] for step, height in ((2.0, 256), (1.0, 512))
+    )
+    assert headline(low, high).endswith(
+        "nothing in the recipe explains it; height 512 → 256 should make it faster."
+    )
+    assert headline(high, low).endswith("height 256 → 512 should make it slower.")
+
+
+def test_parts_that_all_changed_alike_are_called_so() -> None:
+    """As on a slower machine: 1.5 times as long throughout; a stage that stays as it was says another thing."""
+    before = of(text_encoding=2.0, denoising=[1.0] * 8, latent_decoding=1.0)
+    alike = of(text_encoding=3.0, denoising=[1.5] * 8, latent_decoding=1.52)
+    assert headline(alike, before).endswith("explains it; all parts are alike, as on a slower machine.")
+    assert headline(before, alike).endswith("explains it; all parts are alike, as on a faster machine.")
+    one = of(text_encoding=2.0, denoising=[1.5] * 8, latent_decoding=1.5)
+    assert headline(one, before).endswith("nothing in the recipe explains it.")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(1.5, "1.50 × as long"), (25.04, "25.0 × as long"), (1013.4, "1,013 × as long")]
+)
+def test_ratios_have_no_more_digits_than_they_are_worth(ratio: float, words: str) -> None:
+    assert headline(of(denoising=ratio), of(denoising=1.0)).startswith(words)

@@ -13,8 +13,8 @@ from sigmascope.analysis.run_comparison import (
     compare_run_sets,
     compare_totals,
     is_noise,
-    share_apart,
 )
+from sigmascope.analysis.run_order import share_apart
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.analysis.work_comparison import compare_work
 from sigmascope.records.run import AcceleratorFacts, HostFacts, Run
@@ -132,7 +132,7 @@ def test_no_sentence_denies_what_the_table_and_the_check_hold() -> None:
     said, _, changed, _ = every_answer(large, small)
     assert changed == {"process peak"}
     assert [figure.comparison.name for figure in check_regression(large, small).regressed] == ["process peak"]
-    assert said == "process peak +50.0 % (1,000.0 MB → 1,500.0 MB)."
+    assert said == "The process peak rose by 50.0 % (1,000.0 MB → 1,500.0 MB). Times are as before."
 
 
 def test_the_limits_that_are_given_reach_every_answer() -> None:
@@ -156,7 +156,7 @@ def test_a_check_says_that_a_side_moves_by_itself() -> None:
     [total] = [figure for figure in checked.figures if figure.comparison.name == "total"]
     assert total.verdict == "undecided"
     assert total.why == (
-        "+12.4%, but the runs of one side move by 12.9% themselves; let the sides take turns"
+        "+12.4 %, but the runs of one side move by 12.9 % on their own; let the sides take turns"
     )
 
 
@@ -173,7 +173,7 @@ def test_a_side_drifts_in_the_order_of_its_runs_not_of_its_files() -> None:
     shuffled = [[side[place] for place in (4, 0, 2, 3, 1)] for side in (now, before)]
     assert what_changed(*shuffled).headline == (
         "A change of the whole time by +12.4 % (1.05 s → 1.18 s) cannot be told from noise: the runs of one side move by "
-        "12.9% themselves; let the sides take turns."
+        "12.9 % on their own; let the sides take turns."
     )
     compared = compare_work("", *shuffled, by_step=True)
     assert not any(figure.has_changed for figure in (*compared.figures, *compared.steps))
@@ -190,7 +190,7 @@ def test_sides_that_took_turns_drift_together() -> None:
     assert [what_changed(*sides).headline for sides in (turns, apart)] == [
         "1.11 × as long (1.06 s → 1.18 s): 114 ms more in the steps of denoising; nothing in the recipe explains it.",
         "A change of the whole time by +10.7 % (1.06 s → 1.18 s) cannot be told from noise: the runs of one side move by "
-        "11.9% themselves; let the sides take turns.",
+        "11.9 % on their own; let the sides take turns.",
     ]
 
 
@@ -227,8 +227,8 @@ def test_a_check_calls_nothing_lower_that_is_noise() -> None:
 def test_the_alpha_of_a_check_reaches_its_first_sentence() -> None:
     now, before = [1.10, 1.11, 1.12, 1.13, 1.00], [1.00, 1.01, 1.02, 1.03, 1.04]  # p = 0.048, two-sided 0.095
     assert what_changed(runs_of(now), runs_of(before)).headline == (
-        "A change of the whole time by +8.8 % (1.02 s → 1.11 s) cannot be told from noise: within the noise of the runs "
-        "(p = 0.058); let as many again take turns."
+        "A change of the whole time by +8.8 % (1.02 s → 1.11 s) cannot be told from noise: the two sides overlap "
+        "(p = 0.058); measure as many runs again, in turns."
     )
     bold = what_changed(runs_of(now), runs_of(before), limits=Limits(alpha=0.2)).headline
     assert bold.startswith("1.09 × as long (1.02 s → 1.11 s)")

@@ -70,7 +70,7 @@ def states(new: Sequence[Run], old: Sequence[Run], limits: Limits = USUAL) -> di
 
 def agrees(state: str, verdict: str, why: str) -> bool:
     """Whether a verdict of the check says what the rows say."""
-    few = verdict == "undecided" and "more than few runs differ by" in why
+    few = verdict == "undecided" and "beyond noise, but" in why
     return {
         "changed": verdict in ("regressed", "lower") or few,
         "undecided": verdict == "undecided" and not few and "not comparable" not in why,
@@ -92,7 +92,7 @@ def contradictions(new: Sequence[Run], old: Sequence[Run], limits: Limits) -> li
     )
     verdicts = {figure.comparison.name: (figure.verdict, figure.why) for figure in check.figures}
     changed_parts = [name for name in times - {"total"} if state[name] == "changed"]
-    told = [name for name in state if f"{name} +" in said or f"{name} -" in said]
+    told = [name for name in state if re.search(rf"{name} [+-]|The {name} (rose|fell) ", said)]
     rows = checks_as_markdown({"": (check, compared.changed)}, {})
     found = {
         "the rows have no whole as the first sentence": whole.state
@@ -202,7 +202,7 @@ def test_a_part_that_moves_with_the_whole_is_accused_no_more_than_the_whole() ->
     assert not checked.regressed
     assert (
         checked.undecided[0].why
-        == "+5.2%, but the run around it moved by +4.9%, too; let the sides take turns"
+        == "+5.2 %, but the run around it moved by +4.9 %, too; let the sides take turns"
     )
     assert what_changed(new, old).headline.startswith("A change of denoising by +5.2 %")
 
@@ -311,7 +311,7 @@ def test_a_check_calls_processor_time_only_what_is() -> None:
 
     new, old = [run(6.0 + n / 100, 0.9) for n in range(5)], [run(3.0 + n / 100, 0.0) for n in range(5)]
     [total] = [one for one in check_regression(new, old).figures if one.comparison.name == "total"]
-    assert total.why.endswith("; by the clock +99.3%")
+    assert total.why.endswith("; by the clock +99.3 %")
 
 
 def test_many_steps_of_one_run_decide_nothing() -> None:
@@ -340,7 +340,7 @@ def test_one_of_many_parts_may_differ_by_chance() -> None:
     ]
     new, old = (side({**usual, "stage 0": seconds}, 5, spread=0.0075) for seconds in (1.08, 1.0))
     assert check_regression(new, old).undecided[0].why == (
-        "+8.0%, but 5 runs before and 5 now are too few for p < 0.0013; measure 1 more before and 2 more now"
+        "+8.0 %, but 5 runs before and 5 now are too few for p < 0.0013; measure 1 more before and 2 more now"
     )
 
 

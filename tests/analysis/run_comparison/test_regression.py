@@ -21,7 +21,7 @@ def test_a_slowdown_beyond_what_is_allowed_has_regressed() -> None:
     found = verdicts(check)
     assert found["denoising"] == found["denoising step"] == "regressed"
     assert found["latent_decoding"] == found["process peak"] == "same"
-    assert "more than the 5.0% allowed" in check.regressed[0].why
+    assert "more than the 5.0 % allowed" in check.regressed[0].why
 
 
 def test_a_slowdown_within_what_is_allowed_is_higher_only() -> None:
@@ -48,7 +48,7 @@ def test_too_few_runs_decide_nothing_and_say_what_they_can_show() -> None:
     figure = next(figure for figure in check.figures if figure.comparison.name == "denoising")
     assert figure.verdict == "undecided"
     assert figure.why == (
-        "+100.0%, more than few runs differ by, but 1 run before and 1 now are too few for p < 0.01; measure 4 more on each side"
+        "+100.0 %, beyond noise, but 1 run before and 1 now are too few for p < 0.01; measure 4 more on each side"
     )
 
 
