@@ -89,3 +89,12 @@ def test_findings_are_a_list_of_their_own_behind_the_table() -> None:
     lines = to_markdown(run).splitlines()
     at = next(place for place, line in enumerate(lines) if line.startswith("- warning"))
     assert (lines[at - 1], lines[at - 2][:1]) == ("", "|")
+
+
+def test_of_two_runs_each_part_has_its_time_before_and_now() -> None:
+    """All stages end at 11 s; then the run goes on for another 6 s."""
+    lines = to_markdown([RUN, replace(RUN, seconds=18.0)]).splitlines()
+    head = next(index for index, line in enumerate(lines) if line.endswith("| before | now |"))
+    assert lines[head + 2] == "| after the last stage | 1.00 s | 7.00 s |"
+    assert "| denoising, steps | 6.00 s | 6.00 s |" in lines
+    assert not any("all else" in line for line in lines)

@@ -12,7 +12,7 @@ import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
 from itertools import islice
@@ -39,6 +39,7 @@ from sigmascope.analysis.breakdown import (
 from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import LORAS, NONE, recipe_groups, recipe_of
+from sigmascope.analysis.run_comparison import FigureComparison
 from sigmascope.analysis.run_figures import GENERATION, known, percentile, step_seconds
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.errors import ConfigError
@@ -64,6 +65,7 @@ from sigmascope.units import (
     first_few,
     format_size,
     percent,
+    percent_change,
     printable,
     seconds,
     statistic,
@@ -209,7 +211,8 @@ def private_runs(runs: Recorded | Iterable[Recorded], prompts: PromptPrivacy) ->
 
 def _private(run: Run, prompts: PromptPrivacy) -> Run:
     plain = run_to_dict(without_texts(run, prompts))
-    return run_from_dict(_with_severities(cleaner(run, prompts)(plain), plain))
+    shown = run_from_dict(_with_severities(cleaner(run, prompts)(plain), plain))
+    return replace(shown, place=run.place)
 
 
 def _with_severities(cleaned: Any, plain: Any) -> Any:
@@ -691,6 +694,18 @@ def _tensors(run: Run) -> Iterator[dict[str, Any]]:
             }
 
 
+def _before_and_now(figure: FigureComparison) -> tuple[str, str]:
+    amounts = (figure.baseline, figure.new)
+    before, now = (seconds(one) if figure.unit == "seconds" else format_size(round(one)) for one in amounts)
+    return before, now
+
+
+def change_in_words(figure: FigureComparison) -> str:
+    """Such as "+41.9 %", or "undecided +16.8 %"."""
+    change = UNKNOWN if figure.ratio is None else percent_change(figure.ratio - 1)
+    return change if figure.state == "changed" else f"{figure.state} {change}"
+
+
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     """The runs after the first beside the first."""
     changed = what_changed(runs[1:], runs[:1])
@@ -698,6 +713,11 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "headline": changed.headline,
         "recipe": [(name, before, now) for name, (before, now) in changed.recipe.items()],
+        "figures": [
+            (figure.name, *_before_and_now(figure), change_in_words(figure))
+            for figure in changed.figures
+            if figure.state != "as before"
+        ],
         "rows": [
             {
                 "label": label,

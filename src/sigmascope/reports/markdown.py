@@ -72,8 +72,14 @@ def to_markdown(runs: Recorded | Iterable[Recorded], *, prompts: PromptPrivacy =
         rows=[
             (label, seconds(taken), percent(taken, last.seconds))
             for label, taken in _time_rows(rows[:_MOST_ROWS], last)
+        ]
+        if changed is None or not changed.rows
+        else [
+            (as_text(label), seconds(before), seconds(now))
+            for label, before, now in changed.rows[:_MOST_ROWS]
         ],
-        small=seconds(small) if small else None,
+        heads=("time", "share") if changed is None or not changed.rows else ("before", "now"),
+        small=seconds(small) if small and (changed is None or not changed.rows) else None,
         peaks=[
             (
                 as_text(owner.where),

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import pytest
+from tests.analysis.run_sets import of_parts
 from tests.reports.html.payloads import PAYLOADS, run_that_holds
 
 import sigmascope
@@ -351,3 +352,13 @@ def test_a_time_that_cannot_be_is_not_told_as_one() -> None:
     html = to_html(replace(RUN, seconds=-5.0))
     assert "its time is not recorded" in html
     assert "took -" not in html
+
+
+def test_a_peak_that_rose_has_a_row_and_so_has_what_nobody_can_decide() -> None:
+    """One run, then three: 50 % more memory, and 9 % more time, of which so few runs tell nothing."""
+    before = of_parts({"denoising": [1.0] * 4}, rss=1000 * 2**20)
+    now = [of_parts({"denoising": [1.09] * 4}, rss=1500 * 2**20) for _ in range(3)]
+    page = Page(to_html([before, *now]))
+    assert "3 runs, compared with run" in page.texts
+    assert page.cells_after("process peak", 3) == ["1000 MB", "1.465 GB", "+50.0 %"]
+    assert page.cells_after("denoising step", 3) == ["1.00 s", "1.09 s", "undecided +9.0 %"]
