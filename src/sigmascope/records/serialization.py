@@ -85,7 +85,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             raise RecordError(Path(path), message, hint=_HINT)
         text = Path(path).read_bytes()
     except FileNotFoundError:
-        raise RecordError(Path(path), "does not exist.", hint="Check the path.") from None
+        what = "is a link to a file that does not exist." if Path(path).is_symlink() else "does not exist."
+        raise RecordError(Path(path), what, hint="Check the path.") from None
     except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
         message = f"cannot be read ({reason_of(error)})."
         raise RecordError(Path(path), message, hint=reading_hint(error)) from error
@@ -114,7 +115,10 @@ def run_from_json(text: str | bytes, *, source: str | os.PathLike[str] = _IN_MEM
         document = loads(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno} (character {error.pos})"
-        raise RecordError(Path(source), f"is not whole JSON: {error.msg} at {place}.", hint=_HINT) from error
+        what = error.msg.removesuffix(" at")  # where Python's own message would go on
+        raise RecordError(Path(source), f"is not whole JSON: {what} at {place}.", hint=_HINT) from error
+    except UnicodeDecodeError as error:
+        raise RecordError(Path(source), "is not JSON: it is no text in UTF-8.", hint=_HINT) from error
     except (ValueError, RecursionError) as error:
         raise RecordError(Path(source), f"is not JSON: {error}.", hint=_HINT) from error
     return run_from_dict(document, source=source)

@@ -87,7 +87,8 @@ def test_json_that_is_no_run_is_refused(tmp_path: Path, other: object) -> None:
     [
         (b"", "is empty"),
         (b" \n", "is empty"),
-        (b"\x80\x02}q\x00.", "is not JSON"),
+        (b"\x80\x02}q\x00.", "is not JSON: it is no text in UTF-8"),
+        (b'{"schema', "JSON: Unterminated string starting at line 1, column 2"),
         (b'{"schema": 2, "run": NaN}', "NaN is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b'{"schema": 2, "run": {"seconds": {"$float": "huge"}}}', "not the name of a float"),
