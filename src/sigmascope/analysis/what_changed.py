@@ -399,14 +399,15 @@ def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Seq
     if others is not None and "other programs" not in compared.unavailable["wall"]:
         who = "; other programs ran" if others > BUSY else "; no other program ran"
     text = f"The times are not comparable: {compared.unavailable['wall']}{who}."
+    again = " Measure again when nothing else runs." if others is not None and others > BUSY else ""
     if compared.is_noise_on_the_wall:
-        return f"{text} By the clock they are as before, but a small change could not be seen."
+        return f"{text} By the clock they are as before, but a small change could not be seen.{again}"
     if compared.ratio is None or not (total_of(new).own and total_of(baseline).own):
-        return text
+        return f"{text}{again}"
     change = f"{units.seconds(compared.baseline)} → {units.seconds(compared.new)}"
     if abs(compared.ratio - 1) <= _MOST_CHANGE_OF_OWN:
-        return f"{text} Its own processor time is as before: {change}."
-    return f"{text} Its own processor time was {change}, which other programs can change, too."
+        return f"{text} The run's own processor time is as before: {change}.{again}"
+    return f"{text} The run's own processor time was {change}, which other programs can change, too.{again}"
 
 
 def _other_figures(
@@ -483,7 +484,9 @@ def _part_in_words(
         for row, was in rows
         if stage in names_in(row.name) and (row.seconds > was) == (figure.new > figure.baseline)
     ]
-    why = [_more_or_less(*inside[0]), *_why(inside[0][0], recipe)] if inside else []
+    is_all_of_it = bool(inside) and inside[0][0].part == _STAGE  # then where it is has been told
+    why = [] if not inside or is_all_of_it else [_more_or_less(*inside[0])]
+    why += _why(inside[0][0], recipe) if inside else []
     whole = "" if total.undecided else ", the whole run as before"
     return f"{figure.name} {_growth(figure)}{whole}{': ' if why else ''}{'; '.join(why)}."
 

@@ -46,6 +46,8 @@ _LEAST_CHANGE_SHOWN: Final = 0.0005
 _LONGEST_NAME: Final = 255
 _MOST_ALLOWED: Final = 1000.0
 """Times as long: what a user may allow."""
+_NOT_COMPARABLE: Final = "not comparable: "
+"""How the reason of a check begins."""
 _NO_CHANGE: Final = {
     "as before": ", within noise",
     "undecided": ", not to be told from noise",
@@ -572,16 +574,19 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
 
 def _by_reason(figures: "Iterable[CheckedFigure]") -> dict[str, list[str]]:
     """Names of figures by what is said of them; those that only differ in how much they changed are told together."""
-    by_reason: dict[str, list[tuple[str, str]]] = {}
+    alike: dict[str, list[tuple[str, str, str]]] = {}
     for figure in figures:
-        change, per_cent, reason = figure.why.partition(" %, ")
-        by_reason.setdefault(reason if per_cent else change, []).append((figure.comparison.name, figure.why))
+        name, why = figure.comparison.name, figure.why
+        change, _, reason = why.replace(" %, ", " %\n", 1).partition("\n")
+        if why.startswith(_NOT_COMPARABLE):
+            reason, _, change = why.rpartition("; ")
+        alike.setdefault(reason or why, []).append((name, " ".join(change.split()[-2:]), why))
     told: dict[str, list[str]] = {}
-    for reason, alike in by_reason.items():
-        if len(alike) == 1:
-            told[alike[0][1]] = [alike[0][0]]
+    for reason, group in alike.items():
+        if len(group) == 1:
+            told[group[0][2]] = [group[0][0]]
         else:
-            told[reason] = [f"{name} {why.removesuffix(f', {reason}')}" for name, why in alike]
+            told[reason.removeprefix("but ")] = [f"{name} {change}" for name, change, _ in group]
     return told
 
 

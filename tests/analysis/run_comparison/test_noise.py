@@ -246,7 +246,7 @@ def test_a_busy_machine_is_not_blamed_on_the_run() -> None:
     before, now = beside_others(2.0, 3.9, 0.1), beside_others(3.2, 4.0, 1.4, others_cpu_share=0.9)
     assert what_changed([now], [before]).headline == (
         "The times are not comparable: the run waited for a processor for 44 % of its time (before: 5 %); other programs "
-        "ran. Its own processor time is as before: 3.90 s → 4.00 s."
+        "ran. The run's own processor time is as before: 3.90 s → 4.00 s. Measure again when nothing else runs."
     )
     figures, _ = compare_run_sets([now], [before])
     assert not any(figure.has_changed for figure in figures)
@@ -262,7 +262,7 @@ def test_what_waited_is_not_comparable_even_where_the_clock_shows_no_change() ->
     before, now = beside_others(2.0, 3.9, 0.1), beside_others(2.05, 3.9, 0.8, others_cpu_share=0.9)
     assert what_changed([now], [before]).headline == (
         "The times are not comparable: the run waited for a processor for 39 % of its time (before: 5 %); other programs "
-        "ran. By the clock they are as before, but a small change could not be seen."
+        "ran. By the clock they are as before, but a small change could not be seen. Measure again when nothing else runs."
     )
 
 
@@ -292,7 +292,8 @@ def test_a_record_without_waits_beside_one_that_waited_is_not_comparable(is_befo
 def test_more_work_beside_other_programs_is_still_seen_in_the_processor_time() -> None:
     before, now = beside_others(2.0, 3.9, 0.1), beside_others(6.0, 7.8, 2.5, others_cpu_share=0.9)
     assert what_changed([now], [before]).headline.endswith(
-        "Its own processor time was 3.90 s → 7.80 s, which other programs can change, too."
+        "The run's own processor time was 3.90 s → 7.80 s, which other programs can change, too. "
+        "Measure again when nothing else runs."
     )
 
 
