@@ -700,7 +700,11 @@ def _before_and_now(figure: FigureComparison) -> tuple[str, str]:
     return before, now
 
 
-def change_in_words(figure: FigureComparison) -> str:
+def _name_of(figure: FigureComparison) -> str:
+    return f"{figure.name}, processor time" if figure.is_processor_time else figure.name
+
+
+def _change_in_words(figure: FigureComparison) -> str:
     """Such as "+41.9 %", or "undecided +16.8 %"."""
     change = UNKNOWN if figure.ratio is None else percent_change(figure.ratio - 1)
     return change if figure.state == "changed" else f"{figure.state} {change}"
@@ -714,7 +718,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "headline": changed.headline,
         "recipe": [(name, before, now) for name, (before, now) in changed.recipe.items()],
         "figures": [
-            (figure.name, *_before_and_now(figure), change_in_words(figure))
+            (_name_of(figure), *_before_and_now(figure), _change_in_words(figure))
             for figure in changed.figures
             if figure.state != "as before"
         ],

@@ -362,3 +362,12 @@ def test_a_peak_that_rose_has_a_row_and_so_has_what_nobody_can_decide() -> None:
     assert "3 runs, compared with run" in page.texts
     assert page.cells_after("process peak", 3) == ["1000 MB", "1.465 GB", "+50.0 %"]
     assert page.cells_after("denoising step", 3) == ["1.00 s", "1.09 s", "undecided +9.0 %"]
+
+
+def test_what_is_processor_time_is_called_so() -> None:
+    """The run waited for half of its time: in the place of 2 s by the clock stands 1 s of the processor."""
+    before, now = (
+        of_parts({"denoising": [step] * 4}, waited=waited) for step, waited in ((0.25, 0.0), (0.5, 0.5))
+    )
+    page = Page(to_html([before, now]))
+    assert page.cells_after("denoising, processor time", 3) == ["1.00 s", "1.00 s", "not comparable +0.0 %"]
