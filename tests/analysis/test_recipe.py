@@ -94,7 +94,8 @@ def test_less_time_is_explained_as_well() -> None:
 def test_other_work_on_the_processor_is_named() -> None:
     busy = generated(step=2.0, others_cpu_share=0.6)
     assert headline(busy, generated(others_cpu_share=0.0)) == (
-        "The times are not comparable: other programs used 60 % of the processor (before: 0 %)."
+        "The times are not comparable: other programs used 60 % of the processor (before: 0 %). Measure again when nothing "
+        "else runs."
     )
 
 

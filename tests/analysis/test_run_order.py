@@ -38,9 +38,12 @@ def told(now: list[Run], before: list[Run]) -> str:
 
 
 def test_a_clock_that_is_put_back_in_the_middle_of_a_side_is_no_turn_taken() -> None:
-    """By the clock alone, the last three of the new runs lie before the old ones, and the first two behind them."""
+    """mininet 398: ntpd puts it back by 25,000 s. By the clock alone, the last three of the new runs lie before the old ones."""
     before = begun(RISING[0], minutes(range(5)))
-    now = begun(RISING[1], [*minutes((5, 6)), *minutes((7, 8, 9), "2026-03-01")])
+    put_back = [
+        f"2026-03-02T05:{minute}:20+00:00" for minute in (10, 11, 12)
+    ]  # 12:07 to 12:09, less 6 h 56 min 40 s
+    now = begun(RISING[1], [*minutes((5, 6)), *put_back])
     assert share_apart(now, before) == 1.0
     assert told(now, before).endswith(DRIFTS)
     assert not check_regression(now, before).regressed

@@ -240,6 +240,19 @@ def test_a_limit_may_be_more_than_all_of_it(tmp_path: Path) -> None:
     assert unclear.exception.hint == "Write 1.5% or 0.015."
 
 
+def test_runs_of_two_machines_are_called_so(tmp_path: Path) -> None:
+    """codspeed 520, pytest-benchmark 276: a job drew another processor than the baseline's, and the gate failed."""
+    for side, model in (("new", "AMD EPYC 9V74"), ("old", "AMD EPYC 7763")):
+        (tmp_path / side).mkdir()
+        for number, made in enumerate(noisy_runs(5, factor=1.15 if side == "new" else 1.0)):
+            replace(made, host=HostFacts(cpu_model=model)).save(tmp_path / side / f"{number}.json")
+    sides = ["check", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")]
+    printed, markdown = (CliRunner().invoke(app, [*sides, *more]).output for more in ((), ("--markdown",)))
+    assert "processor AMD EPYC 7763 → AMD EPYC 9V74 may explain it." in " ".join(printed.split())
+    for output in (printed, markdown):
+        assert "These are runs of two machines" in " ".join(output.split())
+
+
 def test_what_several_figures_lack_is_told_once(tmp_path: Path) -> None:
     saved(tmp_path / "new", factor=2.0, count=1)
     saved(tmp_path / "old", seed=1, count=1)

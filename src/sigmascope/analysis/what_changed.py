@@ -63,6 +63,8 @@ _MACHINE: Final = re.compile(
     r"[a-z]+:\d+( driver)?|autocast|gradients|float32 matmul precision|TF32 .*|cuDNN .*|deterministic algorithms|oneDNN.*|flush denormals|"
     rf"SDPA kernels|default dtype|train mode|hooks on all modules|library functions|{ENVIRONMENT}"
 )
+_TWO_MACHINES: Final = "These are runs of two machines, so their times say little of what you changed: measure both sides on one."
+_HARDWARE: Final = re.compile(r"processor|processor threads|[a-z]+:\d+")
 _BELONGS_TO: Final = {
     "text_encoding": re.compile(
         r".*prompt.*|.*_embeds|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
@@ -132,6 +134,11 @@ class WhatChanged:
     fails_more: bool = False
     figures: tuple[FigureComparison, ...] = ()
 
+    @property
+    def two_machines(self) -> str | None:
+        """What to do where the two sides had other processors or devices, and a check is to tell of a change of code."""
+        return _TWO_MACHINES if any(_HARDWARE.fullmatch(name) for name in self.recipe) else None
+
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
         return {
@@ -194,7 +201,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         else _other_figures(total, compared, rows, recipe, is_told=time is not None, is_only=is_only)
     )
     times = [one for one in (total, *compared) if one is not None and one.unit == "seconds"]
-    is_calm = not any(one.state in ("changed", "undecided") for one in times)
+    is_calm = is_comparable and not any(one.state in ("changed", "undecided") for one in times)
     if time is None and is_calm and (text or changes or rest):
         rest.append(_TIMES_ALLOWED if any(one.is_allowed for one in times) else _TIMES_AS_BEFORE)
     sentences += rest

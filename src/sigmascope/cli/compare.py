@@ -43,6 +43,9 @@ sigmascope compare after --baseline before --by-step
 
 
 _LEAST_CHANGE_SHOWN: Final = 0.0005
+_WIDEST_NAME: Final = 24
+_WIDE: Final = 100
+"""Columns. In fewer, a change that is not comparable goes into two lines, rather than a name of so many letters."""
 _LONGEST_NAME: Final = 255
 _MOST_ALLOWED: Final = 1000.0
 """Times as long: what a user may allow."""
@@ -242,7 +245,7 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
     for heading, figures in groups.items():
         shown = [figure for figure in figures if full or figure.state != "as before"]
         if shown:
-            console.print(_figures(heading, shown))
+            console.print(_figures(heading, shown, width=console.width))
     told = [] if full else [figure.state for figures in groups.values() for figure in figures]
     same = told.count("as before")
     if same:
@@ -253,7 +256,7 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
             )
         )
     if comparison.steps:
-        console.print(_figures("Step by step", comparison.steps))
+        console.print(_figures("Step by step", comparison.steps, width=console.width))
     _print_missing(console, comparison.missing)
     _print_notes(console, comparison.figures)
     if comparison.before_after is not None:
@@ -274,14 +277,17 @@ def _differences(differences: "Mapping[str, tuple[str, str]]") -> Table:
     return made
 
 
-def _figures(heading: str, figures: "Iterable[FigureComparison]") -> Table:
+def _figures(heading: str, figures: "Iterable[FigureComparison]", *, width: int) -> Table:
+    figures = list(figures)
     made = table(heading, "Before", "Now", "Change", "Ratio", "95 % interval")
+    longest = max((len(figure.name) for figure in figures), default=0)
+    made.columns[0].min_width = min(longest, _WIDEST_NAME)
     for figure in figures:
         made.add_row(
             plain(figure.name),
             _amount(figure.baseline, figure.unit),
             _amount(figure.new, figure.unit),
-            _change(figure),
+            _change(figure, is_narrow=width < _WIDE),
             units.UNKNOWN if figure.ratio is None else f"{figure.ratio:.3f}",
             _interval(figure),
         )
@@ -293,7 +299,7 @@ def _amount(value: float, unit: str) -> str:
     return units.seconds(value) if unit == "seconds" else f"{units.mib(round(value))} MB"
 
 
-def _change(figure: "FigureComparison") -> Text:
+def _change(figure: "FigureComparison", *, is_narrow: bool) -> Text:
     """Coloured if it is beyond noise, or may be."""
     if figure.ratio is None:
         text = units.UNKNOWN
@@ -302,7 +308,8 @@ def _change(figure: "FigureComparison") -> Text:
             "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else units.percent_change(figure.ratio - 1)
         )
     if figure.state in ("undecided", "not comparable"):
-        return Text(f"{figure.state} {text}", style=_VERDICT_STYLE["undecided"])
+        between = "\n" if is_narrow and not figure.is_comparable else " "
+        return Text(f"{figure.state}{between}{text}", style=_VERDICT_STYLE["undecided"])
     is_less = figure.ratio is not None and figure.ratio < 1
     return Text(text, style="dim" if not figure.has_changed else "green" if is_less else "red")
 
@@ -533,6 +540,8 @@ def _print_checks(console: Console, checks: "dict[str, _WorkCheck]", missing: di
                 f"{name} {before} → {now}" for name, (before, now) in work_check.changed.recipe.items()
             )
             console.print(Text("The recipe differs: ", style="yellow").append_text(plain("; ".join(changes))))
+        if work_check.changed.two_machines is not None:
+            console.print(Text(work_check.changed.two_machines, style="yellow"))
         _print_check(console, work_check.check)
         if work_check.changed.fails_more:
             console.print(Text("More of these runs failed than before.", style="bold red"))

@@ -225,6 +225,7 @@ def checks_as_markdown(
             "outcome": check.outcome,
             "fails_more": changed.fails_more,
             "headline": as_text(changed.headline, _LONGEST_HEADLINE),
+            "two_machines": as_text(changed.two_machines or ""),
             "recipe": [tuple(map(as_text, (name, *sides))) for name, sides in changed.recipe.items()],
             "figures": [
                 (
