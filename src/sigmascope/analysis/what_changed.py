@@ -167,7 +167,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     is_seeded = NOT_SET not in recipe_of_runs([*new, *baseline]).get("seed", NOT_SET)
     total = compare_wholes(new, baseline, limits=limits)
     compared, _ = compare_run_sets(new, baseline, limits=limits)
-    failed = _failed_generations(new, baseline)
+    failed, bare = _failed_generations(new, baseline), _stages_of_one_side(new, baseline)
     time = _time_sentence(total, new, baseline, rows, recipe, may_be_failures=failed is not None)
     is_comparable = total is not None and total.is_comparable
     sentences = [
@@ -180,7 +180,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
             is_seeded=is_seeded,
             may_vary=_may_vary([*baseline, *new]),
         ),
-        _stages_of_one_side(new, baseline),
+        bare if bare is None or total is not None else f"{bare.partition(',')[0]}.",
     ]
     text = " ".join(filter(None, sentences))
     # Load from other programs, or the processor's clock, is no change of the run: only a time that it may explain has it.
@@ -216,7 +216,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     return WhatChanged(
         " ".join(filter(None, [*sentences, broken_off])),
         recipe,
-        tuple((row.label, before, row.seconds) for row, before in rows),
+        () if bare is not None else tuple((row.label, before, row.seconds) for row, before in rows),
         output,
         fails_more,
         compared,

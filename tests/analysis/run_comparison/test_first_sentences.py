@@ -89,6 +89,10 @@ def test_a_run_without_stages_has_the_same_verdict_on_every_surface() -> None:
         "1.40 × as long (10.00 s → 14.00 s). The earlier runs have no stages, so only whole times can be compared."
     )
     assert [figure.comparison.name for figure in check_regression(new, old).regressed] == ["total"]
+    assert what_changed(new, old).rows == ()
+    assert headline([replace(run, seconds=0.0) for run in new], old) == (
+        "The earlier runs have no stages. Whole times are not compared: the time of a run is NaN, infinite, or not above 0."
+    )
 
 
 def test_a_stage_whose_steps_one_side_lacks_is_compared_as_a_whole() -> None:
