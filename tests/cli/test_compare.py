@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.analysis.run_sets import noisy_runs
+from tests.analysis.run_sets import noisy_runs, of_parts
 from tests.monitor.conftest import FakeClock
 from typer.testing import CliRunner, Result
 
@@ -172,3 +172,16 @@ def test_a_link_to_nothing_is_passed_over_or_named(tmp_path: Path, monkeypatch: 
     done = compare(tmp_path, "--baseline", saved(tmp_path / "old", seed=1))
     assert isinstance(done.exception, RecordError)
     assert done.exception.message.endswith("gone.json: is a link to a file that does not exist.")
+
+
+def test_the_first_sentences_are_printed_whole(tmp_path: Path) -> None:
+    """Other programs, a run that slept, and versions that differ: more than 300 letters."""
+    use = {"own_seconds": 0.3, "waited_seconds": 0.5, "throttled_seconds": 0.0}
+    for name, slept, others in (("old", 0.0, 0.8), ("new", 1.6, 0.93)):
+        made = of_parts({"denoising": [0.2] * 4, "saving": slept}, others=others)
+        host = HostFacts(f"a processor of {name} times", libraries={"torch": f"2.13 of {name} times"})
+        replace(made, host=host, facts={**made.facts, "processor": use}).save(tmp_path / f"{name}.json")
+    files = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
+    said = json.loads(compare(*files, "--json").stdout)["comparisons"][0]["headline"]
+    assert len(said) > 300
+    assert said in CliRunner().invoke(app, ["compare", *files], env={"COLUMNS": "2000"}).output

@@ -40,9 +40,17 @@ from sigmascope.analysis.run_comparison import (
     compare_run_sets,
     compare_wholes,
 )
-from sigmascope.analysis.run_figures import BUSY, GENERATION, MUCH_WAITED, total_of
+from sigmascope.analysis.run_figures import (
+    BUSY,
+    GENERATION,
+    MUCH_WAITED,
+    known,
+    total_of,
+    waited_seconds,
+)
 from sigmascope.records.failures import OK, outcome_of
-from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, names_in
+from sigmascope.records.performance import processor_use_of
+from sigmascope.records.run import OUTPUT_HASHES, Run, TensorFacts, is_duration, names_in
 
 _PREDICTION_TOLERANCE: Final = 0.2
 """Share by which a ratio may miss the one predicted from the amount of work."""
@@ -103,6 +111,8 @@ _BEYOND: Final = "what your own code does between the pipeline's stages is not l
 _DATA_WRITES: Final = "what was written through a weight's .data after it was first read"
 _VARIES: Final = "kernels of a device may give other bits each time, since deterministic algorithms are off"
 _MOST_CHANGE_OF_OWN: Final = 0.1
+_LEAST_IDLE: Final = 0.1
+"""Seconds."""
 _STAGE: Final = "stage"
 """The part that is all of a stage."""
 _LARGE: Final = 0.05
@@ -324,7 +334,7 @@ def _time_sentence(
         return None
     if not total.is_comparable:
         is_as_before = total.is_noise_on_the_wall and _both_waited(total)
-        return None if is_as_before else _beside_others(total, new, baseline)
+        return None if is_as_before else _beside_others(total, new, baseline, rows)
     if total.is_noise:
         return None
     now, before = total.new, total.baseline
@@ -397,7 +407,12 @@ def _both_waited(compared: FigureComparison) -> bool:
     return compared.waited is not None and min(compared.waited) > MUCH_WAITED
 
 
-def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Sequence[Run]) -> str:
+def _beside_others(
+    compared: FigureComparison,
+    new: Sequence[Run],
+    baseline: Sequence[Run],
+    rows: Sequence[tuple[TimeShare, float]],
+) -> str:
     """Why the times of the runs are not comparable, and what of them is."""
     waited = compared.waited or (0.0, 0.0)
     side = new if waited[1] >= waited[0] else baseline
@@ -407,6 +422,7 @@ def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Seq
         who = "; other programs ran" if others > BUSY else "; no other program ran"
     text = f"The times are not comparable: {compared.unavailable['wall']}{who}."
     again = " Measure again when nothing else runs." if others is not None and others > BUSY else ""
+    again = f"{_idle_in_words(new, baseline, rows)}{again}"
     if compared.is_noise_on_the_wall:
         return f"{text} By the clock they are as before, but a small change could not be seen.{again}"
     if compared.ratio is None or not (total_of(new).own and total_of(baseline).own):
@@ -415,6 +431,36 @@ def _beside_others(compared: FigureComparison, new: Sequence[Run], baseline: Seq
     if abs(compared.ratio - 1) <= _MOST_CHANGE_OF_OWN:
         return f"{text} The run's own processor time is as before: {change}.{again}"
     return f"{text} The run's own processor time was {change}, which other programs can change, too.{again}"
+
+
+def _idle_in_words(
+    new: Sequence[Run], baseline: Sequence[Run], rows: Sequence[tuple[TimeShare, float]]
+) -> str:
+    """That a run slept, or waited for a disk or a network, where this is most of what it took longer: no other program explains it."""
+    idle = [[_idle_seconds(run) for run in side] for side in (baseline, new)]
+    before, now = (known(side) for side in idle)
+    longer = median(run.seconds for run in new) - median(run.seconds for run in baseline)
+    if len(before) < len(baseline) or len(now) < len(new):
+        return ""
+    more = median(now) - median(before)
+    slower = [(row, was) for row, was in rows if row.seconds > was]
+    if not slower or more < max(_LEAST_IDLE, longer / 2):
+        return ""
+    return (
+        f" But for {units.seconds(more)} more than before it neither worked nor waited for a processor: "
+        f"{_more_or_less(*slower[0])}."
+    )
+
+
+def _idle_seconds(run: Run) -> float | None:
+    """What a run passed, at least, neither at work nor waiting for a processor; None where that is not known, or it waits for a device."""
+    use = processor_use_of(run.facts)
+    waited = None if use is None else waited_seconds(use)
+    if use is None or waited is None or not is_duration(run.seconds):
+        return None
+    if run.host is not None and run.host.accelerators:
+        return None
+    return max(run.seconds - use.own_seconds - waited, 0.0)
 
 
 def _other_figures(

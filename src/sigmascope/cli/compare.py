@@ -43,6 +43,8 @@ sigmascope compare after --baseline before --by-step
 
 
 _LEAST_CHANGE_SHOWN: Final = 0.0005
+_LONGEST_HEADLINE: Final = 800
+"""Letters, as in Markdown: the sentences of a comparison, and lists of figures, are longer than one value."""
 _WIDEST_NAME: Final = 24
 _WIDE: Final = 100
 """Columns. In fewer, a change that is not comparable goes into two lines, rather than a name of so many letters."""
@@ -235,7 +237,7 @@ def _print_comparisons(
 def _print_comparison(console: Console, comparison: "WorkComparison", *, full: bool) -> None:
     if comparison.work:
         console.print(plain(comparison.work, style="bold underline"))
-    console.print(plain(comparison.changed.headline, style="bold"))
+    console.print(plain(comparison.changed.headline, limit=_LONGEST_HEADLINE, style="bold"))
     if comparison.changed.recipe:
         console.print(_differences(comparison.changed.recipe))
     groups = {"Figure": comparison.figures}
@@ -534,12 +536,16 @@ def _print_checks(console: Console, checks: "dict[str, _WorkCheck]", missing: di
     for work, work_check in checks.items():
         if work:
             console.print(plain(work, style="bold underline"))
-        console.print(plain(work_check.changed.headline, style="bold"))
+        console.print(plain(work_check.changed.headline, limit=_LONGEST_HEADLINE, style="bold"))
         if work_check.changed.recipe:
             changes = (
                 f"{name} {before} → {now}" for name, (before, now) in work_check.changed.recipe.items()
             )
-            console.print(Text("The recipe differs: ", style="yellow").append_text(plain("; ".join(changes))))
+            console.print(
+                Text("The recipe differs: ", style="yellow").append_text(
+                    plain("; ".join(changes), limit=_LONGEST_HEADLINE)
+                )
+            )
         if work_check.changed.two_machines is not None:
             console.print(Text(work_check.changed.two_machines, style="yellow"))
         _print_check(console, work_check.check)
@@ -572,7 +578,10 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
     for reason, names in _by_reason(check.undecided).items():
         console.print(
             Text.assemble(
-                ("undecided", _VERDICT_STYLE["undecided"]), " ", plain(", ".join(names)), f": {reason}"
+                ("undecided", _VERDICT_STYLE["undecided"]),
+                " ",
+                plain(", ".join(names), limit=_LONGEST_HEADLINE),
+                f": {reason}",
             )
         )
     run_counts = [figure.comparison.runs for figure in check.figures]  # some figures are without some of them
@@ -605,7 +614,9 @@ def _print_missing(console: Console, missing: Mapping[str, str]) -> None:
     for name, reason in missing.items():
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
-        console.print(Text.assemble(plain(", ".join(names)), f": {reason}", style="yellow"))
+        console.print(
+            Text.assemble(plain(", ".join(names), limit=_LONGEST_HEADLINE), f": {reason}", style="yellow")
+        )
 
 
 def _joined(words: Iterable[str]) -> str:

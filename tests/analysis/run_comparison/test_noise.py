@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.analysis.run_sets import run
+from tests.analysis.run_sets import of_parts, run
 
 from sigmascope.analysis.run_comparison import (
     Limits,
@@ -295,6 +295,25 @@ def test_more_work_beside_other_programs_is_still_seen_in_the_processor_time() -
         "The run's own processor time was 3.90 s → 7.80 s, which other programs can change, too. "
         "Measure again when nothing else runs."
     )
+
+
+def test_what_a_run_slept_is_told_beside_other_programs() -> None:
+    """A callback that sleeps for 1.6 s, on a machine where the run waits for half a second of 0.8 s as of 2.4 s."""
+    before, now = (
+        of_parts({"denoising": [0.2] * 4, "saving": slept}, others=others)
+        for slept, others in ((0.0, 0.8), (1.6, 0.93))
+    )
+    use = {"own_seconds": 0.3, "waited_seconds": 0.5, "throttled_seconds": 0.0}
+    before, now = (replace(one, facts={**one.facts, "processor": use}) for one in (before, now))
+    said = what_changed([now], [before]).headline
+    assert said.startswith("The times are not comparable: ")
+    assert (
+        "But for 1.60 s more than before it neither worked nor waited for a processor: 1.60 s more in saving."
+        in said
+    )
+    assert "But for" not in what_changed([before], [now]).headline
+    busier = replace(now, facts={**now.facts, "processor": {**use, "waited_seconds": 2.1}})
+    assert "But for" not in what_changed([busier], [before]).headline
 
 
 def test_processors_that_are_all_in_use_make_times_not_comparable() -> None:
