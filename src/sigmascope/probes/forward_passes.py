@@ -10,7 +10,7 @@ import dis
 import functools
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -64,6 +64,50 @@ def graph_beside(model: nn.Module) -> str | None:
         if (inside.value or set()) & outside - {0}:
             return f"{_called(graph)} beside its layers has the same weights"
     return None
+
+
+def is_of_host(function: object) -> bool:
+    """Whether a class or function is one of the libraries that pipelines are made of, and not of a script or of a LoRA's own."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(attribute(function, "__module__")).partition(".")[0] in _HOSTS
+
+
+_HOSTS: Final = frozenset(
+    {"accelerate", "comfy", "comfy_extras", "diffusers", "peft", "sigmascope", "torch", "transformers"}
+)
+_Marks = tuple[tuple[str, str], ...]
+
+
+def settings_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, _Marks]:
+    """What modules and attention processors of nobody's library keep beside parameters: numbers, and marks of tensors.
+
+    A LoRA of a script's own has its strength there. A mark changes where another tensor is put there or it is written to.
+    """
+    found: dict[str, _Marks] = {}
+    known: dict[type, bool] = {}
+    for name, module in modules:
+        processor = vars(module).get("processor")
+        for own_name, thing in ((name, module), (f"{name}.processor", processor)):
+            kind = type(thing)
+            if kind not in known:
+                known[kind] = thing is None or is_of_host(kind)
+            if not known[kind]:
+                found[own_name] = (("class", f"{kind.__module__}.{kind.__qualname__}"), *_marks(thing))
+    return found
+
+
+def _marks(thing: object) -> Iterator[tuple[str, str]]:
+    for name, value in (attempt(lambda: vars(thing)).value or {}).items():
+        if isinstance(value, bool | int | float) and not name.startswith("_") and name != "training":
+            yield name, str(value)
+        elif isinstance(value, Tensor):
+            yield name, f"{id(value)} {attempt(lambda tensor=value: tensor._version).value}"  # type: ignore[misc]
+
+
+def forwards_of_classes(modules: Iterable[tuple[str, nn.Module]]) -> dict[type, object]:
+    """The forward pass of each class: a script can exchange that of all layers at once."""
+    return {kind: attribute(kind, "forward") for kind in {type(module) for _, module in modules}}
 
 
 def _followed(forward: object, module: nn.Module) -> str:

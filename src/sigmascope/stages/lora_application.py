@@ -279,6 +279,9 @@ def analyze_lora_application_results(
     effective = _is_effective((unet, clip))
     if in_conditioning and effective.value is False:
         effective = Reading(None, _WHILE_IT_SAMPLES)
+    if effective.value is False and path is None and not any(m.has_patches for m in (unet, clip)):
+        strange = next((m.looks.after.strange for m in (unet, clip) if m.looks.after.strange), None)
+        effective = Reading(None, strange) if strange else effective
     on_unet, on_clip, left_off = _models_with_lora(unet, clip, modified_unet, modified_clip)
     is_whole = on_unet is modified_unet and on_clip is modified_clip
     placed = verdict.value if is_whole else None
@@ -347,6 +350,11 @@ class ModelAnalysis:
     def patches_before(self) -> tuple[AppliedPatch, ...]:
         """The changes that the baseline has."""
         return () if self.looks.kept.value is None else self.looks.kept.value.patches
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether changes that are read are on the model, or were at the baseline."""
+        return bool(self.patches_on.patches or self.patches_before)
 
     @property
     def is_newly_spoilt(self) -> bool:

@@ -35,7 +35,13 @@ from sigmascope.probes.fingerprints import (
     fingerprints,
     join_small,
 )
-from sigmascope.probes.forward_passes import detour_of, graph_beside
+from sigmascope.probes.forward_passes import (
+    detour_of,
+    forwards_of_classes,
+    graph_beside,
+    is_of_host,
+    settings_of,
+)
 from sigmascope.probes.models import (
     attention_layers,
     children_of,
@@ -107,7 +113,10 @@ class ModelSnapshot:
         begun_samples: Of all weights that can be read, a thousand elements each.
         forwards: What stands before, in place of or behind the modules' own forward passes, and the module's name.
         detours: By module, what a call of it runs in place of its layers; see `forward_passes`.
+        strange: The first of these that is of nobody's library, in words; None if none is.
         classes: Of the modules, by name without adapters.
+        class_forwards: The forward passes of these classes.
+        settings: What modules and processors of nobody's library keep, where ComfyUI keeps nothing on them; see `settings_of`.
         fingerprint_seconds: What looking took; None if nothing was looked at.
         fingerprint_bytes: How much was looked at.
         unavailable: What could not be read, with the reason.
@@ -129,7 +138,10 @@ class ModelSnapshot:
     begun_samples: Pending[Samples] = NOT_SAMPLED
     forwards: frozenset[tuple[str, str]] = frozenset()
     detours: Mapping[str, str] = field(default_factory=dict)
+    strange: str | None = None
     classes: Mapping[str, type] = field(default_factory=dict)
+    class_forwards: Mapping[type, object] = field(default_factory=dict)
+    settings: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     fingerprint_seconds: float | None = None
     fingerprint_bytes: int = 0
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -242,7 +254,10 @@ def take_snapshot(
         taken,
         attempt(lambda: frozenset(_forwards(parts.values(), around))).value or frozenset(),
         attempt(lambda: dict(_detours(parts, around))).value or {},
+        attempt(lambda: _strange(parts.values(), around)).value,
         {name: type(module) for name, module in modules},
+        attempt(lambda: forwards_of_classes(modules)).value or {},
+        attempt(lambda: {} if any(map(is_comfyui, parts.values())) else settings_of(modules)).value or {},
         seconds if contents else None,
         sum(wanted[name].nbytes for name in known),
         unavailable,
@@ -315,13 +330,33 @@ def _marked(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.
 
 def _forwards(parts: Iterable[object], modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, str]]:
     """What is put around forward passes, by its name: hosts put their own off and on again."""
+    for name, around in _around_forwards(parts, modules):
+        yield name, _name_of(around)
+
+
+def _strange(parts: Iterable[object], modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+    strange = (each for each in _around_forwards(parts, modules) if not is_of_host(each[1]))
+    name, around = next(strange, ("", None))
+    if around is None:
+        return None
+    where = name or "the model"
+    return f"{_name_of(around)} stands around the forward pass of {where}, and only its author knows what it does"
+
+
+def _name_of(around: object) -> str:
+    function = getattr(around, "func", around)
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _around_forwards(
+    parts: Iterable[object], modules: Iterable[tuple[str, nn.Module]]
+) -> Iterator[tuple[str, object]]:
     bypasses = {bypass for part in parts for bypass in bypasses_of(part)}
     for name, module in modules:
         held = vars(module)
         hooks = (*held.get("_forward_hooks", {}).values(), *held.get("_forward_pre_hooks", {}).values())
         for around in (*hooks, *_replaced_forward(module, held.get("forward"), bypasses)):
-            function = getattr(around, "func", around)
-            yield name, getattr(function, "__qualname__", type(function).__name__)
+            yield name, around
 
 
 def _detours(

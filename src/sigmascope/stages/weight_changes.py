@@ -202,6 +202,12 @@ def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | No
     if around:
         name, what = min(around)
         return f"{what} stands around the forward pass of {name or 'the model'} at one moment only"
+    for kind, forward in before.class_forwards.items():
+        if after.class_forwards.get(kind, forward) is not forward:
+            return f"the class {kind.__name__} has another forward pass than before"
+    kept = dict(before.settings.items() ^ after.settings.items())
+    if kept:
+        return f"{min(kept)} is of a script's own and keeps other values than before"
     for name, kind in before.classes.items():
         now = after.classes.get(name, kind)
         if now is not kind:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers.models.attention_processor import Attention, AttnProcessor
 from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
 from tests.comfy_shapes.adapters import lora_adapter
 from tests.comfy_shapes.beside import BypassForwardHook, BypassInjectionManager
@@ -117,6 +118,87 @@ class Doubled(nn.Linear):
 def _another_class(model: nn.Sequential) -> None:
     inner, model[0] = model[0], Doubled(24, 32, bias=False)
     model[0].load_state_dict(inner.state_dict())
+
+
+class Scaled(nn.Linear):
+    """A LoRA as cloneofsimo's library has it: its strength is a number on the layer."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 32, bias=False)
+        self.lora_up, self.lora_down, self.scale = nn.Linear(2, 32), nn.Linear(24, 2), 1.0
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) + self.scale * self.lora_up(self.lora_down(values))  # type: ignore[no-any-return]
+
+
+class Added:
+    """An attention processor of a script's own, which is no module: PyTorch knows nothing of its factors."""
+
+    def __init__(self) -> None:
+        self.up, self.inner = torch.ones(24), AttnProcessor()
+
+    def __call__(self, attention: Attention, hidden_states: Tensor, **given: Any) -> Tensor:
+        output: Tensor = self.inner(attention, hidden_states, **given)
+        return output + self.up
+
+
+def _attention() -> nn.Sequential:
+    return nn.Sequential(Attention(24, heads=1, dim_head=8))
+
+
+def _with_processor() -> nn.Sequential:
+    model = _attention()
+    model[0].set_processor(Added())
+    return model
+
+
+def _strength_in_closure() -> Any:
+    """As LyCORIS' wrappers have their multiplier."""
+    model: Any = nn.Sequential(nn.Linear(24, 32, bias=False))
+    strength, own = [1.0], model[0].forward
+    model[0].forward = lambda values: own(values) + strength[0]
+    model.strength = strength
+    return model
+
+
+OWN_WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "a number on a layer": (lambda: nn.Sequential(Scaled()), lambda model: setattr(model[0], "scale", 0.0)),
+    "a processor": (_attention, lambda model: model[0].set_processor(Added())),
+    "a processor's factor": (_with_processor, lambda model: model[0].processor.up.mul_(2.0)),
+    "another processor of its class": (
+        _with_processor,
+        lambda model: setattr(model[0].processor, "up", torch.zeros(24)),
+    ),
+    "the strength of a wrapper": (_strength_in_closure, lambda model: model.strength.__setitem__(0, 0.5)),
+}
+
+
+@pytest.mark.parametrize("way", OWN_WAYS)
+def test_what_a_script_s_own_lora_does_is_open(way: str) -> None:
+    make, act = OWN_WAYS[way]
+    model, inputs = make().requires_grad_(False), torch.ones(1, 3, 24)
+    baseline, before = capture_lora_baseline(model, None), model(inputs)
+    act(model)
+    assert not torch.equal(model(inputs), before)
+    analysis = told(baseline, model)
+    assert analysis["effective"] is None
+    assert [finding["id"] for finding in analysis["findings"]] == ["lora_not_seen"]
+
+
+def test_a_forward_pass_of_all_layers_that_was_exchanged_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(24, 32, bias=False))
+    baseline, before, own = capture_lora_baseline(model, None), used(model), nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda layer, values: own(layer, values) + 1.0)
+    assert not torch.equal(used(model), before)
+    analysis = told(baseline, model)
+    assert analysis["effective"] is None
+    assert "the class Linear has another forward pass" in analysis["unavailable"]["effective"]
+
+
+def test_a_processor_and_layers_of_a_script_s_own_that_stay_as_they_are_are_no_reason_for_doubt() -> None:
+    model = nn.Sequential(Scaled(), *_with_processor())
+    analysis = told(capture_lora_baseline(model, None), model)
+    assert analysis["effective"] is False
 
 
 @pytest.mark.parametrize("act", [_wrap, _replace_forward, _hook, _another_class])
