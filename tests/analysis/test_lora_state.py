@@ -7,7 +7,8 @@ import pytest
 
 from sigmascope.analysis.breakdown import headline
 from sigmascope.analysis.diagnostics import diagnose
-from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora
+from sigmascope.analysis.lora_state import OPEN_VERDICTS, acting_lora, idle_lora, spoiling_lora
+from sigmascope.lora.verdict import VERDICTS
 from sigmascope.records.run import Finding, Run, Stage
 from sigmascope.reports.html import to_html
 
@@ -237,6 +238,76 @@ def test_a_lora_acts_as_it_is_on_the_model_now_not_as_it_changed_last(
     loras: dict[str, Any], words: str | None
 ) -> None:
     assert acting_lora(run_of(applied(True, share=0.2), changed(loras), call())) == words
+
+
+def call_that_scales(**loras: dict[str, Any]) -> Stage:
+    named = {
+        name.replace("__", "."): {"active": 9, "strength": (1.0, 1.0), **one} for name, one in loras.items()
+    }
+    return replace(call(), facts={"recipe": {"loras": named}})
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (call_that_scales(unet__a={"call_scale": 0.5}), " The last call scaled this by 0.5 in the unet."),
+        (
+            call_that_scales(unet__a={"call_scale": 0.5}, text_encoder__a={"call_scale": 0.5}),
+            " The last call scaled this by 0.5 in the unet and by 0.5 in the text_encoder.",
+        ),
+        (call_that_scales(unet__a={"call_scale": 1.0}), ""),
+        (call_that_scales(unet__a={}), ""),
+        (call_that_scales(unet__b={"call_scale": 0.5}, unet__a={}), ""),
+    ],
+    ids=["one", "two", "by 1", "not scaled", "another"],
+)
+def test_what_the_last_call_scaled_a_lora_by_is_said_with_its_strength(last: Stage, words: str) -> None:
+    run = run_of(changed({"a": {**lora(0.05, lazy=9), "strengths": [1.0]}}), call(), last)
+    assert acting_lora(run) == f"The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser.{words}"
+
+
+def taken_off(method: str, effective: bool, **loras: dict[str, Any]) -> Stage:
+    patches = {"loras": loras, "total_patched_keys": len(loras)}
+    facts = {"effective": effective, "findings": [], "unet_lora_patches": patches}
+    return Stage("lora_application", 0.0, 0.1, facts={"method": method, "lora_application": facts})
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_in_weights"),
+    [
+        (taken_off("unload_lora_weights", False), True),
+        (taken_off("merge_and_unload", False), True),
+        (taken_off("set_adapters", False), False),
+        (taken_off("delete_adapters", False, a=lora(0.05, lazy=9)), False),
+    ],
+    ids=["fused", "merged by PEFT", "taken off by other code", "another deleted"],
+)
+def test_a_lora_that_was_taken_off_without_any_change_is_in_the_weights(
+    stage: Stage, is_in_weights: bool
+) -> None:
+    run = run_of(changed({"a": lora(0.05, lazy=9)}), stage, call_that_scales())
+    words = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser. It is in the weights."
+    assert acting_lora(run) == (words if is_in_weights else None)
+
+
+def test_a_call_of_another_pipeline_without_the_lora_does_not_take_it_off() -> None:
+    kinds = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
+    base, refiner, again = (
+        replace(one, facts={**one.facts, "pipeline": {"class_name": kind}})
+        for one, kind in zip(
+            (call_that_scales(unet__a={}), call_that_scales(), call_that_scales()),
+            (*kinds, kinds[0]),
+            strict=True,
+        )
+    )
+    stages = (changed({"a": {**lora(0.05, lazy=9), "strengths": [1.0]}}), base)
+    assert acting_lora(run_of(*stages, refiner)) == "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."
+    assert acting_lora(run_of(*stages, again)) is None
+
+
+def test_findings_that_leave_it_open_are_those_that_say_so() -> None:
+    says_so = {id for id, row in VERDICTS.items() if row.says.startswith("Whether the LoRA acts")}
+    assert says_so == OPEN_VERDICTS
 
 
 @pytest.mark.parametrize("stage", [applied(None), applied(False, REMARK), call()])

@@ -1,6 +1,6 @@
 """Whether the LoRAs of a run acted at its end, in a sentence."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import isclose
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ _STATES_OF_CALLS: Final = frozenset(
         "lora_bypassed",
         "lora_cancelled",
         "lora_disabled",
+        "lora_in_base",
         "lora_is_zero",
         "lora_not_active",
         "lora_opposite",
@@ -35,6 +36,8 @@ _STATES_OF_CALLS: Final = frozenset(
     }
 )
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
+OPEN_VERDICTS: Final = frozenset({"lora_encoder_not_run", "lora_in_base", "lora_not_seen"})
+"""Findings that nobody knows whether a LoRA acts."""
 _AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
@@ -185,7 +188,10 @@ def acting_lora(run: Run) -> str | None:
     if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
         return None  # the last change took it off
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
-    since = _changed_since(run, stage, [patches for _, _, patches in sides]) if is_on else None
+    in_weights = is_on and _is_in_weights(run, stage)
+    since = (
+        _changed_since(run, stage, [patches for _, _, patches in sides]) if is_on and not in_weights else None
+    )
     if since is not None:
         before = f" ‖ΔW‖ / ‖W‖ was {' and '.join(sizes)} before." if sizes else ""
         return since + before if since else None
@@ -193,7 +199,52 @@ def acting_lora(run: Run) -> str | None:
         check.get("result") == "confirmed" for _, changes, _ in sides for check in _checks(changes)
     )
     words = f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "The LoRA acts."
+    words += " It is in the weights." if in_weights else ""
+    words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
     return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
+
+
+def _is_in_weights(run: Run, change: Stage) -> bool:
+    """Whether LoRAs were taken off after a change and nothing changed by that: what acted was merged before."""
+    stages = [*run.walk()]
+    later = (
+        _mapping(stage.facts.get(_FACT))
+        for stage in stages[stages.index(change) + 1 :]
+        if stage.facts.get("method") in _TAKE_OFF
+    )
+    sides = [
+        [_mapping(one.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+        for one in later
+        if one.get("effective") is False
+    ]
+    return any(not any(side.get("total_patched_keys") for side in both) for both in sides)
+
+
+_TAKE_OFF: Final = frozenset(
+    {"delete_adapters", "merge_and_unload", "unload", "unload_lora", "unload_lora_weights"}
+)
+"""Methods that take adapters off models."""
+
+
+def _scaled_in_call(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> str:
+    """By how much the last call since a change scaled the LoRAs that act beside the weights, as a sentence; "" if by nothing."""
+    names = {
+        name
+        for patches in sides
+        for name, lora in _acting(patches).items()
+        if _LAZY in _mapping(lora.get("states"))
+    }
+    calls = _calls_since(run, change, names)
+    loras = _in_call(calls[-1]) if calls else {}
+    scales = {
+        name.partition(".")[0]: scale
+        for name, lora in loras.items()
+        if name.partition(".")[2] in names and isinstance(scale := lora.get("call_scale"), int | float)
+    }
+    if not scales or all(scale == 1.0 for scale in scales.values()):
+        return ""
+    parts = " and ".join(f"by {scale:.4g} in the {name}" for name, scale in scales.items())
+    return f" The last call scaled this {parts}."
 
 
 def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> str | None:
@@ -204,9 +255,8 @@ def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> s
         change: The stage of the last change that was heard.
         sides: The changes that it left on each model.
     """
-    stages = [*run.walk()]
-    calls = [stage for stage in stages[stages.index(change) + 1 :] if _are_loras_told(stage)]
     acting = [pair for patches in sides for pair in _acting(patches).items()]
+    calls = _calls_since(run, change, {name for name, _ in acting})
     if not calls or not all(_mapping(lora.get("states")).keys() <= {"lazy"} for _, lora in acting):
         return None
     last: dict[str, list[Mapping[str, Any]]] = {}
@@ -229,6 +279,18 @@ def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> s
                 "The LoRA acts with other factors in the last call than in the first: other code wrote them."
             )
     return None
+
+
+def _calls_since(run: Run, change: Stage, names: Collection[str]) -> list[Stage]:
+    """The calls after a change of LoRAs of which it is known what was on; of other pipelines than had these, none."""
+    stages = [*run.walk()]
+    calls = [stage for stage in stages[stages.index(change) + 1 :] if _are_loras_told(stage)]
+    kinds = {_kind(call) for call in calls if any(name.partition(".")[2] in names for name in _in_call(call))}
+    return [call for call in calls if not kinds or _kind(call) in kinds]
+
+
+def _kind(call: Stage) -> object:
+    return _mapping(call.facts.get("pipeline")).get("class_name")
 
 
 def _are_loras_told(stage: Stage) -> bool:

@@ -252,7 +252,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_not_run": VerdictRow(
         "warning",
         "The LoRA changes nothing in this call: it is on {component}, which did not run ({weights}).",
-        "Load it into the denoiser that runs too, or choose steps in which this one runs.",
+        "Load it into what runs too, or call so that this runs: with other steps, or a picture to begin with.",
     ),
     "lora_changed_in_call": VerdictRow(
         "info",
@@ -294,6 +294,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "warning",
         "The LoRA changes nothing: attentions run their joined projections in place of {weights}, without it.",
         "Separate them: unfuse_qkv_projections in diffusers. To run both, fuse the LoRA before you join them.",
+    ),
+    "lora_in_base": VerdictRow(
+        "warning",
+        "Whether the LoRA acts is unknown: {why} ({weights}).",
+        "To run the model without the LoRA, load the model again: no switch of an adapter gives it its own weights back.",
     ),
     "lora_lost_in_rounding": VerdictRow(
         "warning",

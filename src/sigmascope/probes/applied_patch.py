@@ -62,6 +62,7 @@ class AppliedPatch:
         offset: (dimension, start, length) of the part of the weight that it changes; None: all of it.
         unavailable: What could not be read, with the reason.
         cause: Why it is inactive, as `sigmascope.lora.verdict.VERDICTS` lists it (`lora_disabled`, …).
+        in_base: What its adapter changes in the model itself, which acts while the adapter is off; None if nothing.
     """
 
     key: str
@@ -83,6 +84,7 @@ class AppliedPatch:
     offset: tuple[int, int, int] | None = None
     unavailable: Mapping[str, str] = field(default_factory=dict)
     cause: PatchCause | None = None
+    in_base: str | None = None
 
 
 def patch_type_by_words(kept: object) -> PatchType:

@@ -48,6 +48,8 @@ _JOINED: Final = {
     "to_added_kv": ("add_k_proj", "add_v_proj"),
 }
 """What diffusers' `fuse_qkv_projections` makes of an attention's layers, and of which: of their weights without adapters."""
+_TAKE_FROM_WEIGHTS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of `init_lora_weights` with which PEFT writes into the weights that an adapter is for."""
 _STRENGTH_DIGITS: Final = 12
 """Significant ones: PEFT keeps strength · alpha / rank; dividing gives the strength back but for float64's last digits."""
 
@@ -79,6 +81,7 @@ def _patches(model: object) -> Iterator[AppliedPatch]:
     counts: dict[str, int] = {}
     bypassed = bypassed_layers(model) if layers else ()
     rows = joined_weights(model)[0] if bypassed else {}
+    rewriting = dict(_rewriting_adapters(model)) if layers else {}
     for name, around in layers.items():
         is_bypassed = id(around[-1]) in bypassed
         for layer in around:
@@ -86,7 +89,39 @@ def _patches(model: object) -> Iterator[AppliedPatch]:
             if is_bypassed:
                 is_inside = bool(states.merged) and _is_joined_as_it_is(bare(layer), rows)
                 states = replace(states, bypassed=not is_inside)
-            yield from _of_layer(name, layer, states, counts)
+            for patch in _of_layer(name, layer, states, counts):
+                why = rewriting.get(patch.source or "", _nothing_in_base)(layer)
+                yield patch if why is None else replace(patch, in_base=why)
+
+
+def _nothing_in_base(_layer: nn.Module) -> None:
+    return None
+
+
+def _rewriting_adapters(model: object) -> Iterator[tuple[str, Callable[[nn.Module], str | None]]]:
+    """The adapters that change the model itself, with what tells of a layer how.
+
+    PEFT trains biases of the model with `bias` of "all" or "lora_only", and loads them into it. Some ways to begin a
+    training take a part out of the weights, which the factors have then.
+    """
+    for _, root in _roots(model):
+        tree = tree_of(root)
+        for configs in tree.held("peft_config", tree.holding("peft_config")):
+            for adapter, config in configs.items() if isinstance(configs, Mapping) else ():
+                tells = _in_base(config)
+                if tells is not None:
+                    yield str(adapter), tells
+
+
+def _in_base(config: object) -> Callable[[nn.Module], str | None] | None:
+    biases, begun = attribute(config, "bias"), attribute(config, "init_lora_weights")
+    if isinstance(biases, str) and biases != "none":
+        says = f'with bias="{biases}" it changes biases of the model itself, which act while it is off'
+        return lambda layer: says if biases == "all" or "bias" in dict(own_parameters(bare(layer))) else None
+    if isinstance(begun, str) and begun.lower().startswith(_TAKE_FROM_WEIGHTS):
+        says = f'with init_lora_weights="{begun}" it took a part out of the model\'s weights, which they lack while it is off'
+        return lambda _: says
+    return None
 
 
 def _is_joined_as_it_is(layer: nn.Module, rows: Mapping[int, Tensor]) -> bool:

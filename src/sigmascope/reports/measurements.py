@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final, Literal, get_args
 
+from sigmascope.analysis.lora_state import OPEN_VERDICTS
 from sigmascope.records.failures import FAILED, INTERRUPTED, OK, RAN_OUT, outcome_of
 from sigmascope.records.merge import is_rank
 from sigmascope.records.performance import readable_utilization
@@ -189,7 +190,8 @@ def _of_call(stage: Stage | None) -> Iterator[Verdict]:
     if not idle:
         verdict: Verdict = "acts" if active else "no_effect"
     else:
-        verdict = "unknown" if all(finding.get("severity") == "info" for finding in idle) else "no_effect"
+        is_open = all(one.get("severity") == "info" or one.get("id") in OPEN_VERDICTS for one in idle)
+        verdict = "unknown" if is_open else "no_effect"
     yield from [verdict] * len(names)
 
 

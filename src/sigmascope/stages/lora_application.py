@@ -40,6 +40,7 @@ from sigmascope.stages.baseline import (
     references_of,
 )
 from sigmascope.stages.lora_findings import (
+    IN_BASE,
     IdleChange,
     application_findings,
     file_findings,
@@ -506,7 +507,7 @@ def _before_training(change: IdleChange) -> IdleChange:
     """Of an adapter that was made new: factors that are zero, or of other kinds a change that is."""
     if change.cause == "lora_is_zero":
         return change._replace(cause="lora_untrained")
-    if change.cause == "lora_without_effect":
+    if change.cause in ("lora_without_effect", IN_BASE):
         return change._replace(cause="lora_untrained", why="its change")
     return change
 

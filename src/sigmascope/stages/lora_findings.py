@@ -82,6 +82,8 @@ _CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded
 """What follows where the models were given back unchanged."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _AS_BEFORE: Final = "lora_as_before"
+IN_BASE: Final = "lora_in_base"
+"""The finding that nobody knows whether a LoRA acts that changed the model itself."""
 _CANCELLED: Final = {SAME_CANCELLED, OPPOSITE}
 _MUCH_OVERLAP: Final = 0.5
 _SAME_FACTOR: Final = 1e-3
@@ -365,7 +367,7 @@ def _idle_changes(
     cancelled = {id(patch): why for _, same, why in same_contents if why is not None for patch in same}
     found = [
         IdleChange(patch.key, cancelled[id(patch)], source=patch.source)
-        if id(patch) in cancelled and patch.key not in acted
+        if id(patch) in cancelled and patch.key not in acted and patch.in_base is None
         else IdleChange(
             patch.key,
             *_why_idle(patch, zero.get(id(patch)), extremes[id(patch)].value or [], before, acted),
@@ -436,6 +438,21 @@ _FIRST_LOOK: Final = 8  # weights
 
 
 def _why_idle(
+    patch: AppliedPatch,
+    zero_tensor: str | None,
+    extremes: Sequence[float],
+    before: ModelSnapshot,
+    acted: Mapping[str, Collection[str | None]],
+) -> tuple[str, str]:
+    """The id of the reason and what its words need; open where the adapter changed more than what is switched off."""
+    cause, why = _why_by_itself(patch, zero_tensor, extremes, before, acted)
+    return (cause, why) if patch.in_base is None or cause in _NOT_BY_SWITCH else (IN_BASE, patch.in_base)
+
+
+_NOT_BY_SWITCH: Final = frozenset({"lora_changes_failed", _AS_BEFORE, "lora_without_effect"})
+
+
+def _why_by_itself(
     patch: AppliedPatch,
     zero_tensor: str | None,
     extremes: Sequence[float],

@@ -89,6 +89,7 @@ LORA = {"active": 3}
         ({"recipe": {"loras": {"unet.style": LORA, "unet.off": {"active": 0}}}}, ("acts",)),
         ({"recipe": {"loras": {"unet.style": {"active": 0}}}, "idle_loras": [{"severity": "warning"}]}, ("no_effect",)),
         ({"recipe": {"loras": {"unet.style": LORA}}, "idle_loras": [{"severity": "info"}]}, ("unknown",)),
+        ({"recipe": {"loras": {"unet.style": LORA}}, "idle_loras": [{"severity": "warning", "id": "lora_encoder_not_run"}]}, ("unknown",)),
         ({"lora_application": {"effective": True}}, ("acts",)),
         ({"lora_application": {"effective": False}}, ("no_effect",)),
         ({"lora_application": {"effective": None}}, ("unknown",)),

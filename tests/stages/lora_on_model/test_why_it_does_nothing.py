@@ -1,7 +1,9 @@
 """The first sentence of the first finding names why a LoRA does nothing."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,55 @@ def test_beside_one_that_acts_a_lora_that_is_off_is_told_by_its_name_and_once(tm
         words = f"The LoRA {name} changes nothing: its adapter is not active on 1 weight."
         assert told[number]["lora_not_active"] == words
         assert "lora_as_before" in told[number]
+
+
+SWITCHES: dict[str, Callable[[Any], object]] = {
+    "disabled": lambda model: model.disable_adapters(),
+    "strength 0": lambda model: model.set_adapters(["a"], [0.0]),
+    "zeros": lambda model: model.two.lora_B["a"].weight.data.zero_(),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(
+    "changes", [{"bias": "lora_only"}, {"bias": "all"}, {"init_lora_weights": "pissa"}, {}], ids=str
+)
+def test_a_lora_that_changed_the_model_itself_is_open_where_it_is_off(
+    switch: str, changes: dict[str, Any]
+) -> None:
+    """PEFT trains biases of the model in place, and PiSSA takes the first directions out of its weights."""
+    model: Any = Tiny().requires_grad_(False).eval()
+    inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    bare = model.two(inputs)
+    config = {"r": 2, "target_modules": ["two"], "init_lora_weights": False, **changes}
+    model.add_adapter(LoraConfig(**config), "a")
+    if "bias" in changes:
+        model.two.base_layer.bias.data += 1.0  # as training does
+    SWITCHES[switch](model)
+    baseline = capture_lora_baseline(model, None)
+    SWITCHES[switch](model)
+    found = analyze_lora_application_results(baseline, model, None, model)
+    acts = not torch.allclose(model.two(inputs), bare, atol=1e-6)
+    assert acts is bool(changes)
+    assert ("lora_in_base" in {one["id"] for one in found["findings"]}) is acts
+    assert any("changes nothing" in one["message"] for one in found["findings"]) is not acts
+
+
+def test_a_lora_that_trains_biases_of_layers_without_any_does_nothing_where_it_is_off() -> None:
+    model: Any = Tiny().requires_grad_(False)
+    model.add_adapter(LoraConfig(r=2, target_modules=["one"], bias="lora_only", init_lora_weights=False), "a")
+    model.disable_adapters()
+    found = analyze_lora_application_results(capture_lora_baseline(model, None), model, None, model)
+    assert [one["id"] for one in found["findings"]] == ["lora_disabled"]
+
+
+def test_a_new_adapter_that_trains_biases_changes_nothing_yet() -> None:
+    model: Any = Tiny().requires_grad_(False)
+    baseline = capture_lora_baseline(model, None)
+    model.add_adapter(LoraConfig(r=2, target_modules=["two"], bias="lora_only"), "a")
+    found = analyze_lora_application_results(baseline, model, None, model, is_untrained=True)
+    assert found["effective"] is False
+    assert [one["id"] for one in found["findings"]] == ["lora_untrained"]
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e-3])

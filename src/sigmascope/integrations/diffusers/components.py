@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
-from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS
+from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
     end_complete_denoising,
@@ -265,8 +265,10 @@ LORA_METHODS: Final = (
 )
 _JOINS: Final = ("fuse_qkv_projections", "unfuse_qkv_projections")
 """With these, attentions begin or cease to run copies of their weights without the adapters on them."""
-_WRITES: Final = ("fuse_lora", "unfuse_lora")
-"""Of these, what PEFT does through `weight.data`; and so does loading with `hotswap`."""
+_MERGES: Final = ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload")
+"""Methods of PEFT's tuners that put adapters into weights, and take wrappers off."""
+_WRITES: Final = ("fuse_lora", "unfuse_lora", *_MERGES)
+"""What PEFT does through `weight.data`; and so does loading with `hotswap`."""
 _MODEL_METHODS: Final = (
     "load_lora_adapter",
     "load_attn_procs",
@@ -310,6 +312,9 @@ class LoraObserver(Observer):
     def _put_on_tuner(self, kind: type) -> None:
         if _INJECTS in vars(kind):
             self.hook_attribute(kind, _INJECTS, self._before_injection)
+        for method in _MERGES:
+            if method in vars(kind):
+                self.hook_attribute(kind, method, functools.partial(self._before_merge, method))
 
     def _put_on_model(self, kind: type) -> None:
         for method in (_LOADS_INTO_NEW, _LOADS):
@@ -335,6 +340,10 @@ class LoraObserver(Observer):
     def _before_injection(self, _tuner: object, args: Arguments, kwargs: Keywords) -> After | None:
         model = args[0] if args else kwargs.get("model")
         return None if self._models.get(model) is None else self._before(_INJECTS, model, (), {})
+
+    def _before_merge(self, method: str, tuner: object, _args: Arguments, _kwargs: Keywords) -> After | None:
+        model = getattr(tuner, "model", None)
+        return None if self._models.get(model) is None else self._before(method, model, (), {})
 
     def _before_loading(self, method: str, target: object, args: Arguments, kwargs: Keywords) -> After | None:
         """Of the model inside a `PeftModel`, or of that which one is made around."""
@@ -753,6 +762,8 @@ class VaeObserver(Observer):
         guard = self.guard
         baseline = guard.read("watch.latents", lambda: capture_vae_baseline(way, vae, input_tensor))
         component = self._names.get(unwrap(vae) or vae)
+        if component is not None:
+            stack.ran[half_of_vae(component, "decoder" if way == "decoding" else "encoder")] += 1
         stack.is_tiled = False
         stage = stack.enter(VAE_STAGES[way])
 

@@ -1,7 +1,7 @@
 """Why the LoRAs of a call do nothing in it, where none of them acts (`begin_idle_lora_findings`).
 
 A LoRA that was on the pipeline before the watch began has no stage that could say so, nor has one that the call itself
-leaves out: it scales the LoRA to 0, or what the LoRA is on does not run. A LoRA on a text encoder also acts through
+leaves out: it scales the LoRA to 0 (`scales_of_call`), or what the LoRA is on does not run. A LoRA on a text encoder also acts through
 embeddings that were made with it before. `EMBEDDINGS` knows with which LoRAs the watched encodings of this process were
 made; of other embeddings the answer is that nobody knows.
 """
@@ -20,7 +20,7 @@ from sigmascope.probes.copies import Pending
 from sigmascope.probes.forward_passes import detour_of
 from sigmascope.probes.model_fingerprints import told
 from sigmascope.probes.peft import read_adapters
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.reading import attempt, attribute
 from sigmascope.records.run import JsonScalar
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ class SeenInCall(NamedTuple):
 
     Attributes:
         arguments: By name.
-        ran: The components that were seen at work; None: not known.
+        ran: The components that were seen at work, of VAEs as `half_of_vae` names them; None: not known.
         encoders: The names of its text encoders.
         denoisers: The names of its denoisers.
+        vaes: The names of its VAEs.
         steps: How many steps it made.
         changes: What changed its LoRAs meanwhile.
     """
@@ -47,6 +48,7 @@ class SeenInCall(NamedTuple):
     ran: Collection[str] | None = None
     encoders: Collection[str] = ()
     denoisers: Collection[str] = ()
+    vaes: Collection[str] = ()
     steps: int = 0
     changes: Sequence[LoraChange] = ()
 
@@ -57,6 +59,24 @@ class SeenInCall(NamedTuple):
         if component in self.denoisers:
             return any(name in self.ran for name in self.denoisers)
         return component in self.encoders and any(given_embeddings(self.arguments))
+
+    def is_half_left_out(self, vae: str, half: str) -> bool:
+        """Whether a VAE did not encode, though it decoded and was given nothing encoded; or did not decode, as asked."""
+        if self.ran is None or half_of_vae(vae, half) in self.ran:
+            return False
+        if half == "decoder":
+            return self.arguments.get("output_type") == "latent"
+        is_given = any(
+            isinstance(value, Tensor | list | tuple)
+            for name, value in self.arguments.items()
+            if "latents" in name or "image" in name
+        )
+        return half_of_vae(vae, "decoder") in self.ran and not is_given
+
+
+def half_of_vae(vae: str, half: str) -> str:
+    """What the encoder or decoder of a VAE is called among what ran: "vae.encoder"."""
+    return f"{vae}.{half}"
 
 
 class Encoding(NamedTuple):
@@ -194,20 +214,24 @@ def begin_idle_lora_findings(
     if not loras:
         return Pending(list)
     active = {name: lora for name, lora in loras.items() if lora["active"]}
-    left_out = {name: lora for name, lora in active.items() if seen.is_left_out(component_of(name))}
+    halves = _halves_left_out(pipeline, active, seen)
+    left_out = {
+        name: lora for name, lora in active.items() if name in halves or seen.is_left_out(component_of(name))
+    }
     running = {name: lora for name, lora in active.items() if name not in left_out}
     detour = _detour_in(pipeline, running)
     if detour is not None:
         return Pending(lambda: [_not_seen(detour)])
-    scaled = next((name for name, scale in lora_scales(seen.arguments).items() if scale == 0), None)
-    if running and scaled is None and not _is_to_be_looked_at(running):
+    scales = scales_of_call(pipeline, seen)
+    scaled = {name: argument for name, (argument, scale) in scales.items() if scale == 0}
+    if running and not scaled and not _is_to_be_looked_at(running):
         return Pending(list)
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
-    from sigmascope.stages.lora_findings import IdleChange, idle_findings
+    from sigmascope.stages.lora_findings import IN_BASE, IdleChange, idle_findings
 
     patches = read_adapters(pipeline).value or ()
-    silent = {component_of(name) for name in left_out}
-    at_work = [patch for patch in patches if component_of(patch.key) not in silent]
+    silent = {component_of(name) for name in left_out if name not in halves}
+    at_work = [p for p in patches if component_of(p.key) not in silent and _lora_of(p) not in halves]
     attached = [
         (f"{name}.attached layer {layer}", lora["active"] > 0)
         for name, part in models_in(pipeline).items()
@@ -215,13 +239,17 @@ def begin_idle_lora_findings(
         for layer in range(lora["layers"])
     ]
     switched_off = [
-        IdleChange(patch.key, f"lora_{patch.cause}") for patch in patches if patch.cause is not None
+        IdleChange(patch.key, f"lora_{patch.cause}")
+        if patch.in_base is None
+        else IdleChange(patch.key, IN_BASE, patch.in_base)
+        for patch in patches
+        if patch.cause is not None
     ]
     switched_off += [IdleChange(key, "lora_strength_zero") for key, is_on in attached if not is_on]
     on = [key for key, is_on in attached if is_on]
     is_attached = any(component_of(key) not in silent for key in on)
     runs = _begin_idle_at_work(at_work, scaled, is_attached=is_attached) if running else None
-    waits = _begin_idle_left_out(left_out, patches, on, seen) if left_out else None
+    waits = _begin_idle_left_out(left_out, halves, patches, on, seen) if left_out else None
     spoilt = None if running else _begin_spoilt_at_zero(at_work)
 
     def tell() -> list[dict[str, Any]]:
@@ -232,11 +260,78 @@ def begin_idle_lora_findings(
             return []
         if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
             return []
-        unknown = [change for change in of_left_out if change.cause == _UNKNOWN]
-        idle = unknown or [*of_running, *of_left_out, *([] if running else switched_off)]
-        return [asdict(finding) for finding in idle_findings(idle)]
+        idle = [*of_running, *of_left_out, *([] if running else switched_off)]
+        unknown = [change for change in idle if change.cause in (_UNKNOWN, IN_BASE)]
+        return [asdict(finding) for finding in idle_findings(unknown or idle)]
 
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
+
+
+_HALVES: Final = {"encoder": ("encoder.", "quant_conv."), "decoder": ("decoder.", "post_quant_conv.")}
+"""What the names of layers begin with that a VAE encodes with, and decodes with."""
+
+
+def _halves_left_out(pipeline: object, active: Loras, seen: SeenInCall) -> dict[str, str]:
+    """The LoRAs that are on one half of a VAE alone, where this half did not run, with its name."""
+    found: dict[str, str] = {}
+    for vae in {component_of(name) for name in active} & {*seen.vaes}:
+        patches = read_adapters(models_in(pipeline)[vae]).value or ()
+        for half, starts in _HALVES.items():
+            outside = {patch.source for patch in patches if not patch.key.startswith(starts)}
+            names = {f"{vae}.{patch.source}" for patch in patches if patch.source not in outside}
+            if names and seen.is_half_left_out(vae, half):
+                found |= dict.fromkeys(names & active.keys(), half_of_vae(vae, half))
+    return found
+
+
+def _lora_of(patch: "AppliedPatch") -> str:
+    """The name of a patch's LoRA, as `loras_of` gives it."""
+    return f"{component_of(patch.key)}.{patch.source}"
+
+
+def scales_of_call(pipeline: object, seen: SeenInCall) -> dict[str, tuple[str, float]]:
+    """By component, what a call multiplies the LoRAs on it by, or what comes of it: the argument and its value.
+
+    Not every model and encoding heeds the scale that it is given: it is asked of their code. ControlNets do not.
+    """
+    parts = models_in(pipeline)
+    found: dict[str, tuple[str, float]] = {}
+    for argument, scale in lora_scales(seen.arguments).items():
+        for name, part in parts.items():
+            encodes = name in seen.encoders and any(map(_scales_loras, _encodings_of(pipeline)))
+            if encodes or (name in seen.denoisers and _scales_loras(type(part).forward)):
+                found[name] = argument, scale
+    weight = seen.arguments.get(_OF_CONTROL)
+    weights = weight if isinstance(weight, list | tuple) else [weight]
+    if type(pipeline).__module__.startswith("diffusers.") and all(one == 0 for one in weights):
+        controls = [name for name in parts if name.startswith("controlnet")]
+        found |= dict.fromkeys(controls, (_OF_CONTROL, 0.0))
+    return found
+
+
+def _encodings_of(pipeline: object) -> Iterator[object]:
+    """What encodes prompts: a pipeline's method, or those of its blocks."""
+    yield attribute(type(pipeline), "encode_prompt")
+    waiting = [attribute(pipeline, "blocks")]
+    while waiting:
+        blocks = waiting.pop()
+        yield attribute(type(blocks), "encode_prompt")
+        inner = attribute(blocks, "sub_blocks")
+        waiting += inner.values() if isinstance(inner, Mapping) else ()
+
+
+def _scales_loras(function: object) -> bool:
+    """Whether a function, or one that it was made around, calls diffusers' function that scales LoRAs."""
+    while function is not None:
+        if _SCALES in (attribute(attribute(function, "__code__"), "co_names") or ()):
+            return True
+        function = attribute(function, "__wrapped__")
+    return False
+
+
+_SCALES: Final = "scale_lora_layers"
+_OF_CONTROL: Final = "controlnet_conditioning_scale"
+_AT_WORK: Final = frozenset({"lazy", "merged"})
 
 
 def _detour_in(pipeline: object, running: Loras) -> str | None:
@@ -256,25 +351,37 @@ def _not_seen(why: str) -> dict[str, Any]:
 
 
 def _begin_idle_at_work(
-    patches: "Sequence[AppliedPatch]", scaled: str | None, *, is_attached: bool
+    patches: "Sequence[AppliedPatch]", scaled: Mapping[str, str], *, is_attached: bool
 ) -> "Pending[list[IdleChange]]":
     """Why changes of components that ran do nothing; nothing if one may act.
 
     Args:
         patches: Those of PEFT on these components.
-        scaled: The argument that scales them to 0, if one does.
+        scaled: By component, the argument that scales its LoRAs, or what comes of it, to 0.
         is_attached: Whether one of `attach_lora` is active there: it is neither looked at nor scaled by an argument.
     """
-    from sigmascope.stages.lora_findings import IdleChange, begin_all_idle, begin_spoilt
+    from sigmascope.stages.lora_findings import IN_BASE, IdleChange, begin_all_idle, begin_spoilt
     from sigmascope.stages.model_snapshot import ModelPatches
 
     if is_attached:
         return Pending(list)
-    acting = [patch for patch in patches if patch.state in ("lazy", "merged")]
-    if scaled and all(patch.state == "lazy" and patch.adapter_type in _SCALED for patch in acting):
-        to_zero = [IdleChange(patch.key, "lora_scaled_to_zero", scaled) for patch in acting]
+    acting = [patch for patch in patches if patch.state in _AT_WORK]
+    if acting and all(_is_scaled(patch, scaled) for patch in acting):
+        to_zero = [
+            IdleChange(patch.key, IN_BASE, patch.in_base)
+            if patch.in_base is not None and scaled[component_of(patch.key)] != _OF_CONTROL
+            else IdleChange(patch.key, "lora_scaled_to_zero", scaled[component_of(patch.key)])
+            for patch in acting
+        ]
         return begin_spoilt(acting).then(lambda is_spoilt: [] if is_spoilt else to_zero)
     return begin_all_idle(ModelPatches(tuple(patches)))
+
+
+def _is_scaled(patch: "AppliedPatch", scaled: Mapping[str, str]) -> bool:
+    argument = scaled.get(component_of(patch.key))
+    return argument == _OF_CONTROL or (
+        argument is not None and patch.state == "lazy" and patch.adapter_type in _SCALED
+    )
 
 
 def _begin_spoilt_at_zero(patches: "Sequence[AppliedPatch]") -> Pending[bool] | None:
@@ -286,12 +393,17 @@ def _begin_spoilt_at_zero(patches: "Sequence[AppliedPatch]") -> Pending[bool] | 
 
 
 def _begin_idle_left_out(
-    left_out: Loras, patches: "Sequence[AppliedPatch]", attached: Sequence[str], seen: SeenInCall
+    left_out: Loras,
+    halves: Mapping[str, str],
+    patches: "Sequence[AppliedPatch]",
+    attached: Sequence[str],
+    seen: SeenInCall,
 ) -> "Pending[list[IdleChange]]":
     """Why changes of components that did not run do nothing, or that it is not known; nothing if they act.
 
     Args:
         left_out: The active LoRAs on these components.
+        halves: Those of them that are on half of a component, with its name.
         patches: Of the whole pipeline.
         attached: The layers of the whole pipeline that `attach_lora` changes now.
         seen: Of the call.
@@ -299,12 +411,12 @@ def _begin_idle_left_out(
     from sigmascope.stages.lora_findings import IdleChange, begin_all_idle
     from sigmascope.stages.model_snapshot import ModelPatches
 
-    silent = {component_of(name) for name in left_out}
+    silent = {component_of(name) for name in left_out if name not in halves}
     encoders = {name: lora for name, lora in left_out.items() if component_of(name) in seen.encoders}
     of_encoders = {component_of(name) for name in encoders}
-    own = tuple(patch for patch in patches if component_of(patch.key) in silent)
-    keys = [patch.key for patch in own if patch.state in ("lazy", "merged")]
-    keys += [key for key in attached if component_of(key) in silent]
+    own = tuple(p for p in patches if component_of(p.key) in silent or _lora_of(p) in halves)
+    keys = {p.key: halves.get(_lora_of(p), component_of(p.key)) for p in own if p.state in _AT_WORK}
+    keys |= {key: component_of(key) for key in attached if component_of(key) in silent}
     zeros = begin_all_idle(ModelPatches(own)) if own else Pending(list)
     made_with = EMBEDDINGS.made_with(encoders, *given_embeddings(seen.arguments))
 
@@ -314,8 +426,8 @@ def _begin_idle_left_out(
             return zeros.result()
         cause = _UNKNOWN if in_embeddings is None else "lora_not_in_embeddings"
         return [
-            IdleChange(key, cause if component_of(key) in of_encoders else "lora_not_run", component_of(key))
-            for key in keys
+            IdleChange(key, cause if component_of(key) in of_encoders else "lora_not_run", component)
+            for key, component in keys.items()
         ]
 
     return Pending(tell, [zeros, made_with])

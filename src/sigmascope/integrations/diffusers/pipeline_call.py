@@ -28,7 +28,12 @@ from sigmascope.integrations.diffusers.arguments import (
     states_of,
 )
 from sigmascope.integrations.diffusers.denoising import Denoising, timestep_in
-from sigmascope.integrations.diffusers.idle_loras import SeenInCall, begin_idle_lora_findings
+from sigmascope.integrations.diffusers.idle_loras import (
+    SeenInCall,
+    begin_idle_lora_findings,
+    component_of,
+    scales_of_call,
+)
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
 from sigmascope.integrations.diffusers.recipe import (
     Content,
@@ -216,6 +221,10 @@ class CallObserver(Observer):
         recipe |= {"generator_devices": devices} if devices else {}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
         idle = read("watch.lora", lambda: begin_idle_lora_findings(pipeline, loras or {}, seen_in_call))
+        scales = read("watch.lora", lambda: scales_of_call(pipeline, seen_in_call)) or {}
+        for name, lora in (loras or {}).items():
+            if not lora.get("merged") and (scaled := scales.get(component_of(name))) is not None:
+                lora["call_scale"] = scaled[1]
         contents = [
             *tensors.values(),
             *(models or {}).values(),
@@ -289,6 +298,7 @@ def seen_in(stack: StageStack, arguments: Mapping[str, Any], pipeline: PipelineF
         None if stack.holds_calls else frozenset(stack.ran),
         frozenset(pipeline.of_role("text_encoder")),
         frozenset(pipeline.of_role("denoiser")),
+        frozenset(pipeline.of_role("vae")),
         stack.steps,
         stack.lora_changes,
     )

@@ -152,7 +152,7 @@ def loras_of(
 
     Returns:
         Of each the least and the largest `strength` of its layers (scale · rank / alpha, of rsLoRA scale · √rank / alpha; None: a layer keeps none), its
-        number of `layers`, in how many of them it is `active` (not of strength 0) or merged, the hash of its `content`, and of its file the
+        number of `layers`, in how many of them it is `active` (not of strength 0, unless it is a DoRA) or merged (`merged`, where it is), the hash of its `content`, and of its file the
         name and SHA-256 where these are known.
     """
     loras: dict[str, dict[str, Any]] = {}
@@ -160,17 +160,14 @@ def loras_of(
         if only is not None and name not in only:
             continue
         if getattr(module, "peft_config", None):
-            loras |= {f"{name}.{adapter}": dict(facts) for adapter, facts in _adapters_of(module).items()}
-            for adapter in adapters_in(module)["denoiser"]:
-                lora = loras.get(f"{name}.{adapter}")
-                if lora is not None:
-                    begun = (
-                        begin_adapter_fingerprint(module, adapter, (states or {}).get(name))
-                        if why_not is None
-                        else None
-                    )
-                    lora["content"] = begun or known(Reading(None, why_not))
-                    lora |= LORA_FILES.of(module, adapter)
+            for adapter, facts in _adapters_of(module).items():
+                begun = (
+                    begin_adapter_fingerprint(module, adapter, (states or {}).get(name))
+                    if why_not is None
+                    else None
+                )
+                content = {"content": begun or known(Reading(None, why_not))}
+                loras[f"{name}.{adapter}"] = {**facts, **content, **LORA_FILES.of(module, adapter)}
         loras |= attached_loras(name, module)
     return loras
 
@@ -221,8 +218,11 @@ def _add_lora_layer(adapters: dict[str, dict[str, Any]], layer: nn.Module, *, is
             lora["strength"] = (min(least, strength), max(most, strength))
         lora["layers"] += 1
         is_on = is_run and adapter in standing.active and not standing.disabled
-        runs = is_on and not standing.merged and scale != 0.0
+        is_dora = held_by(layer, "lora_magnitude_vector", adapter) is not None  # it acts at 0 too
+        runs = is_on and not standing.merged and (scale != 0.0 or is_dora)
         lora["active"] += runs or adapter in standing.merged
+        if adapter in standing.merged:
+            lora["merged"] = lora.get("merged", 0) + 1
 
 
 _ATTACHED_CONTENT: "WeakKeyDictionary[Any, Content]" = WeakKeyDictionary()

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import sigmascope
+from sigmascope.analysis.lora_state import acting_lora
 
 pytestmark = pytest.mark.slow
 WAYS: dict[str, Callable[[nn.Module, LoraConfig], Any]] = {
@@ -86,6 +87,29 @@ def test_an_adapter_that_peft_loads_is_judged_by_the_values_of_its_file(way: str
     else:
         assert [stage.facts["method"] for stage in stages[:2]] == ["load_adapter"] * 2
         assert "lora_untrained" not in {one["id"] for one in stages[1].facts["lora_application"]["findings"]}
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize("way", ["merge_and_unload", "merge_adapter", "unload"])
+def test_what_peft_merges_or_takes_off_is_a_stage(way: str) -> None:
+    pipeline = make_pipeline("sd15")
+    before = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        config = LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"])
+        pipeline.unet = get_peft_model(pipeline.unet, config)
+        made = getattr(pipeline.unet, way)()
+        pipeline.unet = made or pipeline.unet
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    moved = not torch.allclose(picture, before, atol=1e-6)
+    assert moved is (way != "unload")
+    record = run.record()
+    stages = [stage for stage in record.walk() if stage.name == "lora_application"]
+    assert [stage.facts["method"] for stage in stages] == ["inject_adapter", way]
+    assert stages[1].facts["lora_application"]["effective"] is not moved
+    assert "model.lora_elsewhere" not in {finding.id for finding in record.findings}
+    acts = acting_lora(record)
+    assert (acts is not None) is moved
+    assert ("It is in the weights." in str(acts)) is (way == "merge_and_unload")
     assert left_behind() == []
 
 

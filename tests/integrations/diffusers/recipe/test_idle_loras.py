@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from tests.families import generate, make_pipeline
 from tests.families.family import FAMILIES
 from tests.families.loras import lora_state
 from tests.families.pipelines import PROMPT
-from torch import Tensor
+from tests.integrations.diffusers.other_pipelines import controlnet, image_to_image
+from torch import Tensor, nn
 
 import sigmascope
 from sigmascope.analysis.breakdown import headline
@@ -87,6 +89,120 @@ def test_a_lora_that_is_on_the_denoiser_too_acts_with_any_embeddings() -> None:
     unwatched = encode(program.pipeline)
     program.load()
     assert program.watched(**unwatched) == (True, set())
+
+
+BY_PEFT = {"r": 2, "target_modules": ["to_q", "to_out.0"]}
+OFF: dict[str, dict[str, Any]] = {"disabled": {}, "scaled": {"cross_attention_kwargs": {"scale": 0.0}}}
+
+
+@pytest.mark.parametrize("how", OFF)
+@pytest.mark.parametrize("changes", [{"bias": "lora_only"}, {"init_lora_weights": "olora"}], ids=str)
+def test_a_lora_that_changed_the_model_itself_is_open_where_it_is_off(
+    how: str, changes: dict[str, Any]
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.unet.add_adapter(LoraConfig(**{**BY_PEFT, "init_lora_weights": False, **changes}), "a")
+    for name, bias in pipeline.unet.named_parameters():
+        bias.data += 0.5 * ("bias" in changes and name.endswith("base_layer.bias"))
+    if how == "disabled":
+        pipeline.disable_lora()
+    with sigmascope.watch(pipeline) as watching:
+        picture = generate(pipeline, "sd15", num_inference_steps=1, **OFF[how])
+    assert not torch.equal(picture, bare)
+    run = watching.record()
+    assert told(run) == {"lora_in_base"}
+    assert headline(run).startswith("Whether the LoRA acts is unknown: with ")
+    assert acting_lora(run) is None
+
+
+def on_half(pipeline: Any, half: str) -> None:
+    layers = [
+        name
+        for name, layer in pipeline.vae.named_modules()
+        if name.startswith(half) and isinstance(layer, nn.Linear | nn.Conv2d)
+    ]
+    pipeline.vae.add_adapter(LoraConfig(r=2, target_modules=layers, init_lora_weights=False), "a")
+
+
+@pytest.mark.parametrize(
+    ("half", "call", "found"),
+    [
+        ("encoder", {}, {"lora_not_run"}),
+        ("decoder", {}, set()),
+        ("decoder", {"output_type": "latent"}, {"lora_not_run"}),
+        ("decoder", {"cross_attention_kwargs": {"scale": 0.0}}, set()),
+    ],
+    ids=str,
+)
+def test_a_lora_on_half_of_a_vae_acts_where_this_half_runs(
+    half: str, call: dict[str, Any], found: set[str]
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1, **call)
+    on_half(pipeline, half)
+    with sigmascope.watch(pipeline) as watching:
+        moved = not torch.equal(generate(pipeline, "sd15", num_inference_steps=1, **call), bare)
+    run = watching.record()
+    assert told(run) == found
+    assert moved is (not found)
+    assert (f"it is on vae.{half}, which did not run" in headline(run)) is not moved
+
+
+def test_a_vae_s_encoder_with_a_lora_acts_where_a_picture_is_given() -> None:
+    pipeline, call = image_to_image()
+    pictures = []
+    for is_on in (False, True):
+        if is_on:
+            on_half(pipeline, "encoder")
+        with sigmascope.watch(pipeline) as watching:
+            pictures.append(pipeline(**call, generator=torch.Generator().manual_seed(0)).images)
+    assert not torch.equal(*pictures)
+    assert told(watching.record()) == set()
+
+
+@pytest.mark.parametrize("argument", ["cross_attention_kwargs", "controlnet_conditioning_scale"])
+def test_a_controlnets_lora_is_scaled_by_its_own_argument_alone(argument: str) -> None:
+    pipeline, call = controlnet()
+    zero = {argument: 0.0 if argument.startswith("controlnet") else {"scale": 0.0}}
+    for layer in (pipeline.controlnet.controlnet_mid_block, *pipeline.controlnet.controlnet_down_blocks):
+        nn.init.normal_(layer.weight)
+
+    def picture() -> Tensor:
+        made: Tensor = pipeline(**call, **zero, generator=torch.Generator().manual_seed(0)).images
+        return made
+
+    bare = picture()
+    pipeline.controlnet.add_adapter(LoraConfig(**BY_PEFT, init_lora_weights=False), "a")
+    with sigmascope.watch(pipeline) as watching:
+        moved = not torch.equal(picture(), bare)
+    assert told(watching.record()) == (set() if moved else {"lora_scaled_to_zero"})
+    assert moved is (argument == "cross_attention_kwargs")
+
+
+def test_a_scale_that_the_encoding_does_not_heed_leaves_the_lora_as_it_is() -> None:
+    pipeline = make_pipeline("wan")
+    off: dict[str, Any] = {"attention_kwargs": {"scale": 0.0}}
+    bare = generate(pipeline, "wan", num_inference_steps=1)
+    pipeline.text_encoder.add_adapter(LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False))
+    with sigmascope.watch(pipeline) as watching:
+        assert not torch.equal(generate(pipeline, "wan", num_inference_steps=1, **off), bare)
+    assert told(watching.record()) == set()
+
+
+def test_a_dora_of_strength_0_acts_beside_a_lora_of_strength_0() -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    for name, is_dora in (("dora", True), ("lora", False)):
+        pipeline.unet.add_adapter(LoraConfig(**BY_PEFT, use_dora=is_dora, init_lora_weights=False), name)
+    for name, magnitude in pipeline.unet.named_parameters():
+        magnitude.data *= 1.5 if "magnitude" in name else 1.0
+    pipeline.set_adapters(["dora", "lora"], [0.0, 0.0])
+    with sigmascope.watch(pipeline) as watching:
+        assert not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    run = watching.record()
+    assert told(run) == set()
+    assert idle_lora(run) is None
 
 
 def test_of_a_denoisers_lora_that_the_call_scales_to_zero_the_encoders_part_may_act_through_embeddings() -> (

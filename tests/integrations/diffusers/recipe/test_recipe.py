@@ -9,7 +9,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from PIL import Image
 from tests.families import generate, make_pipeline
 from tests.families.changes import lora_file
@@ -18,6 +18,7 @@ from tests.integrations.diffusers.marks import left_behind
 from torch import Tensor
 
 import sigmascope
+from sigmascope.analysis.lora_state import acting_lora
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.integrations.diffusers import pipeline_call
 from sigmascope.integrations.diffusers.arguments import other_arguments
@@ -278,12 +279,38 @@ def test_a_call_that_scales_its_lora_to_zero_is_a_finding(tmp_path: Path, unwatc
 @pytest.mark.slow
 def test_a_fused_lora_is_not_scaled_by_the_call(tmp_path: Path, unwatched: Tensor) -> None:
     pipeline = make_pipeline("sd15")
-    pipeline.load_lora_weights(str(lora_file(tmp_path, seed=1)), adapter_name="style")
-    pipeline.fuse_lora()
     with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(str(lora_file(tmp_path, seed=1)), adapter_name="style")
+        pipeline.fuse_lora()
         picture = generate(pipeline, "sd15", cross_attention_kwargs={"scale": 0.0})
     assert not torch.equal(picture, unwatched)
-    assert not {one.id for one in watching.record().findings if one.id.startswith("lora_")}
+    run = watching.record()
+    assert not {one.id for one in run.findings if one.id in ("lora_scaled_to_zero", "lora_is_zero")}
+    acts = acting_lora(run)
+    assert acts is not None
+    assert "scaled" not in acts
+
+
+@pytest.mark.slow
+def test_a_lora_that_the_call_scales_is_told_with_the_scale(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(str(lora_file(tmp_path, seed=1)), adapter_name="style")
+        generate(pipeline, "sd15", num_inference_steps=1, cross_attention_kwargs={"scale": 0.5})
+    assert "The last call scaled this by 0.5 in the unet." in str(acting_lora(watching.record()))
+
+
+@pytest.mark.slow
+def test_an_adapter_on_a_part_of_a_model_is_among_its_loras() -> None:
+    """PEFT keeps the configuration of one that is injected into a block on the block alone."""
+    pipeline = make_pipeline("sd15")
+    config = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    inject_adapter_in_model(config, pipeline.unet.mid_block, "block")
+    pipeline.unet.add_adapter(LoraConfig(r=2, target_modules=["to_k"], init_lora_weights=False), "whole")
+    with sigmascope.watch(pipeline) as watching:
+        generate(pipeline, "sd15", num_inference_steps=1)
+    loras = watching.record().stage("generation").facts["recipe"]["loras"]
+    assert {name for name, lora in loras.items() if lora["content"]} == {"unet.block", "unet.whole"}
 
 
 @pytest.mark.slow
