@@ -73,6 +73,11 @@ def is_of_host(function: object) -> bool:
     return str(attribute(function, "__module__")).partition(".")[0] in _HOSTS
 
 
+def _is_of_model(kind: type) -> bool:
+    """Whether a class is a library's, but for PyTorch's, of which a script's own layers are made too."""
+    return is_of_host(kind) and not kind.__module__.startswith("torch.")
+
+
 _HOSTS: Final = frozenset(
     {"accelerate", "comfy", "comfy_extras", "diffusers", "peft", "sigmascope", "torch", "transformers"}
 )
@@ -83,6 +88,7 @@ def settings_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, _Marks]:
     """What modules and attention processors of nobody's library keep beside parameters: numbers, and marks of tensors.
 
     A LoRA of a script's own has its strength there. A mark changes where another tensor is put there or it is written to.
+    Models that are made of a library's classes are left out: it keeps its own numbers on them.
     """
     found: dict[str, _Marks] = {}
     known: dict[type, bool] = {}
@@ -91,7 +97,8 @@ def settings_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, _Marks]:
         for own_name, thing in ((name, module), (f"{name}.processor", processor)):
             kind = type(thing)
             if kind not in known:
-                known[kind] = thing is None or is_of_host(kind)
+                bases = kind.__mro__ if thing is module else (kind,)
+                known[kind] = thing is None or is_of_host(kind) or any(map(_is_of_model, bases))
             if not known[kind]:
                 found[own_name] = (("class", f"{kind.__module__}.{kind.__qualname__}"), *_marks(thing))
     return found
