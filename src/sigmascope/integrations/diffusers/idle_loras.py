@@ -6,8 +6,11 @@ embeddings that were made with it before. `EMBEDDINGS` knows with which LoRAs th
 made; of other embeddings the answer is that nobody knows.
 """
 
+import dis
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor
@@ -296,10 +299,12 @@ def scales_of_call(pipeline: object, seen: SeenInCall) -> dict[str, tuple[str, f
     """
     parts = models_in(pipeline)
     found: dict[str, tuple[str, float]] = {}
-    for argument, scale in lora_scales(seen.arguments).items():
+    given = lora_scales(seen.arguments)
+    encoded = {name for way in _encodings_of(pipeline) for name in _scaled_by(way)} if given else set()
+    for argument, scale in given.items():
         for name, part in parts.items():
-            encodes = name in seen.encoders and any(map(_scales_loras, _encodings_of(pipeline)))
-            if encodes or (name in seen.denoisers and _scales_loras(type(part).forward)):
+            denoises = name in seen.denoisers and _ITSELF in _scaled_by(type(part).forward)
+            if denoises or (name in seen.encoders and name in encoded):
                 found[name] = argument, scale
     weight = seen.arguments.get(_OF_CONTROL)
     weights = weight if isinstance(weight, list | tuple) else [weight]
@@ -320,15 +325,28 @@ def _encodings_of(pipeline: object) -> Iterator[object]:
         waiting += inner.values() if isinstance(inner, Mapping) else ()
 
 
-def _scales_loras(function: object) -> bool:
-    """Whether a function, or one that it was made around, calls diffusers' function that scales LoRAs."""
+def _scaled_by(function: object) -> Iterator[str]:
+    """What a function, or one that it was made around, has diffusers scale the LoRAs of: "text_encoder" of `self.text_encoder`."""
     while function is not None:
-        if _SCALES in (attribute(attribute(function, "__code__"), "co_names") or ()):
-            return True
+        code = attribute(function, "__code__")
+        yield from _scaled_in(code) if isinstance(code, CodeType) else ()
         function = attribute(function, "__wrapped__")
-    return False
 
 
+@lru_cache(maxsize=64)
+def _scaled_in(code: CodeType) -> tuple[str, ...]:
+    steps = [*dis.get_instructions(code)]
+    calls = [
+        place for place, step in enumerate(steps) if (step.opname, step.argval) == ("LOAD_GLOBAL", _SCALES)
+    ]
+    owners = (steps[place + 1 : place + 3] for place in calls)
+    return tuple(
+        next((str(step.argval) for step in own if step.opname == "LOAD_ATTR"), _ITSELF) for own in owners
+    )
+
+
+_ITSELF: Final = ""
+"""What a model's own forward pass scales."""
 _SCALES: Final = "scale_lora_layers"
 _OF_CONTROL: Final = "controlnet_conditioning_scale"
 _AT_WORK: Final = frozenset({"lazy", "merged"})

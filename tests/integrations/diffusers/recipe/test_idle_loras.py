@@ -180,14 +180,26 @@ def test_a_controlnets_lora_is_scaled_by_its_own_argument_alone(argument: str) -
     assert moved is (argument == "cross_attention_kwargs")
 
 
-def test_a_scale_that_the_encoding_does_not_heed_leaves_the_lora_as_it_is() -> None:
-    pipeline = make_pipeline("wan")
-    off: dict[str, Any] = {"attention_kwargs": {"scale": 0.0}}
-    bare = generate(pipeline, "wan", num_inference_steps=1)
-    pipeline.text_encoder.add_adapter(LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False))
+@pytest.mark.parametrize(
+    ("family", "encoder", "layers", "argument", "scales"),
+    [
+        ("wan", "text_encoder", ["q", "v"], "attention_kwargs", False),
+        ("sd3", "text_encoder_3", ["q", "v"], "joint_attention_kwargs", False),
+        ("sd3", "text_encoder_2", ["q_proj"], "joint_attention_kwargs", True),
+    ],
+)
+def test_a_scale_reaches_the_encoders_that_the_encoding_has_scaled(
+    family: str, encoder: str, layers: list[str], argument: str, scales: bool
+) -> None:
+    pipeline = make_pipeline(family)
+    off: dict[str, Any] = {argument: {"scale": 0.0}}
+    bare = generate(pipeline, family, num_inference_steps=1)
+    config = LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
+    getattr(pipeline, encoder).add_adapter(config)
     with sigmascope.watch(pipeline) as watching:
-        assert not torch.equal(generate(pipeline, "wan", num_inference_steps=1, **off), bare)
-    assert told(watching.record()) == set()
+        moved = not torch.equal(generate(pipeline, family, num_inference_steps=1, **off), bare)
+    assert moved is not scales
+    assert told(watching.record()) == ({"lora_scaled_to_zero"} if scales else set())
 
 
 def test_a_dora_of_strength_0_acts_beside_a_lora_of_strength_0() -> None:
