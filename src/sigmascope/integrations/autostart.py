@@ -22,6 +22,8 @@ _LOOPS_START_WITH: Final = "torch"
 """All that a loop of one's own needs: a program that was launched to be watched is watched from there."""
 _COMFYUI: Final = "execution"
 """ComfyUI's module whose import brings all that the watch of its prompts needs."""
+_LEAST_CHILDREN_SECONDS: Final = 1.0
+"""Importing PyTorch takes as long."""
 _SPAWNED: Final = "--multiprocessing-fork"
 """The last word of the command line with which multiprocessing starts a child that it does not fork."""
 
@@ -97,7 +99,12 @@ class WatchedProcess:
 
             times = None if is_forked else FINDER.times  # a forked child was not there at the beginning
             self._end_recording = Recording(
-                self.settings, self._folder, say, is_child=is_child, times=times
+                self.settings,
+                self._folder,
+                say,
+                is_child=is_child,
+                times=times,
+                about_children=about_children,
             ).end
             if is_forked:
                 self._process_id = os.getpid()
@@ -131,6 +138,7 @@ class WatchedProcess:
             if self.settings.launched and not self._has_begun:
                 say(
                     "there was nothing to watch: neither PyTorch, diffusers nor a stage of sigmascope was used."
+                    + about_children()
                 )
             return
         try:
@@ -138,6 +146,18 @@ class WatchedProcess:
             end_recording()
         except Exception as failure:  # noqa: BLE001 - the program's exit code stays its own
             say(f"the record was lost: {type(failure).__name__}: {failure}")
+
+
+def about_children() -> str:
+    """What to do where child processes did the work, as those that a launcher starts; empty where none did."""
+    times = os.times()
+    seconds = times.children_user + times.children_system
+    if seconds < _LEAST_CHILDREN_SECONDS:
+        return ""
+    return (
+        f" Its child processes, which took {seconds:.0f} s of processor time, are not watched. Start the watch in them (accelerate "
+        "launch -m sigmascope watch script.py), or with SIGMASCOPE=1 after `sigmascope watch --install`."
+    )
 
 
 def is_comfyui(command: Sequence[str]) -> bool:

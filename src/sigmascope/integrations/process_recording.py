@@ -21,6 +21,7 @@ from sigmascope.history.keeper import finish, keep
 from sigmascope.history.live import announce, withdraw
 from sigmascope.integrations.imports import ImportTimes
 from sigmascope.integrations.watch_settings import Settings
+from sigmascope.probes.host import place_in_group
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, Run
 from sigmascope.threads import own_thread, start_thread
@@ -50,6 +51,7 @@ class Recording:
         is_child: Whether this is a child that the program forked, or multiprocessing started for it; its files have
             the process in their names.
         times: What imports have taken since the process started, where the record begins; None: it begins now.
+        about_children: What to say of child processes that did the work; empty where none did.
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class Recording:
         *,
         is_child: bool = False,
         times: ImportTimes | None = None,
+        about_children: Callable[[], str] = str,
     ) -> None:
         from sigmascope import watch
 
         self._settings = settings
         self._say = say
+        self._about_children = about_children
         self._record_path = _own_path(record_path(settings.output, folder), is_child)
         self._trace_path = (
             None if settings.trace is None else _own_path(Path(folder, settings.trace), is_child)
@@ -136,7 +140,8 @@ class Recording:
                 finish()
         elif self._settings.launched:
             self._say(
-                f"there was nothing to watch: no pipeline was called and no stage was opened. {WHAT_TO_WRITE}"
+                "there was nothing to watch: no pipeline was called and no stage was opened."
+                + (self._about_children() or f" {WHAT_TO_WRITE}")
             )
 
     def _write(self, what: str, path: Path, write: Callable[[Path], object]) -> None:
@@ -158,8 +163,10 @@ class Recording:
 
 
 def _own_path(path: Path, is_child: bool) -> Path:
-    """A name that the parent and its other children do not use."""
-    process_id = str(os.getpid())
+    """A name that the parent and its other children do not use, nor the other ranks of a launch."""
+    process_id, place = str(os.getpid()), place_in_group()
+    if place is not None and process_id not in path.stem:
+        path = path.with_stem(f"{path.stem}-rank{place['rank']}")
     return path.with_stem(f"{path.stem}-{process_id}") if is_child and process_id not in path.stem else path
 
 

@@ -1,13 +1,18 @@
 """A program with stages of its own, under a watch: it ends as it does without, and its record is kept."""
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
+from subprocess import PIPE, Popen
+from textwrap import indent
 
 import pytest
-from tests.integrations.programs import Ended, plain, watched, write
+from tests.integrations.programs import Ended, environment, plain, watched, write
 
 import sigmascope
+from sigmascope.integrations.launch import environment_for
 from sigmascope.integrations.process_recording import program, record_path, unhandled
 from sigmascope.integrations.watch_settings import Settings
 
@@ -185,3 +190,47 @@ def test_a_folder_gets_a_file_of_its_own_for_each_process(tmp_path: Path) -> Non
 
 def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
     assert record_path("run.json", str(tmp_path)) == tmp_path / "run.json"
+
+
+def test_the_ranks_of_a_launch_write_no_record_over_another(folder: Path) -> None:
+    """As `accelerate launch -m sigmascope watch --output run.json script.py` starts them."""
+    write(folder, "ranks.py", STAGES)
+    settings = Settings(quiet="1", launched="1", output="ranks.json")
+    for rank in ("0", "1"):
+        watched(["ranks.py"], folder, settings, RANK=rank, WORLD_SIZE="2")
+    kept = [sigmascope.load_run(folder / f"ranks-rank{rank}.json") for rank in (0, 1)]
+    assert [run.facts["group"]["rank"] for run in kept] == [0, 1]
+    assert not (folder / "ranks.json").exists()
+
+
+def test_a_launcher_whose_child_does_the_work_is_told_how_that_is_watched(folder: Path) -> None:
+    """As `accelerate launch` is one: the command does not watch child processes."""
+    busy = "import time\nwhile time.process_time() < 1.2: pass\n"
+    write(folder, "busy.py", busy)
+    launcher = "import subprocess, sys\nsubprocess.run([sys.executable, 'busy.py'])\n"
+    for name, start in (("plain", ""), ("torch", "import torch\n")):
+        write(folder, f"{name}_launcher.py", start + launcher)
+        told = watched([f"{name}_launcher.py"], folder).told
+        assert "there was nothing to watch" in told
+        assert (
+            "are not watched. Start the watch in them (accelerate launch -m sigmascope watch script.py)"
+            in told
+        )
+
+
+def test_a_process_that_was_stopped_knows_for_how_long(folder: Path) -> None:
+    """SIGSTOP, as Ctrl-Z and a paused container: the record tells it from work and from waiting."""
+    busy = "ends = time.process_time() + 2\nwhile time.process_time() < ends: sum(range(1000))\n"
+    text = f"import sigmascope, time\nwith sigmascope.stage('denoising'):\n    print('begun', flush=True)\n{indent(busy, '    ')}"
+    write(folder, "stopped.py", text)
+    told = environment_for(environment(), Settings(quiet="1", launched="1", output="stopped.json"))
+    program = Popen([sys.executable, "stopped.py"], cwd=folder, env=told, stdout=PIPE, stderr=PIPE, text=True)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "begun\n"
+    time.sleep(0.3)
+    program.send_signal(signal.SIGSTOP)
+    time.sleep(1.6)
+    program.send_signal(signal.SIGCONT)
+    program.communicate(timeout=60)
+    [stage] = sigmascope.load_run(folder / "stopped.json").stages
+    assert stage.facts["processor"]["stopped_seconds"] > 1.0
