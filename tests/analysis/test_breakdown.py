@@ -359,6 +359,11 @@ def test_findings_come_once_the_gravest_first_then_those_with_most_to_gain() -> 
 
 def test_a_run_without_stages_says_so() -> None:
     assert headline(run_of()) == "Nothing was recorded: no stage was opened."
+    launcher = replace(run_of(), facts={"children_cpu_seconds": 12.0})
+    assert headline(launcher) == (
+        "Nothing was recorded in this process: no stage was opened. Its child processes used 12.00 s of processor time; each "
+        "needs a watch of its own."
+    )
 
 
 def stacks(*places: tuple[str, str, str, float]) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_the_first_output_that_differs_is_named_with_what_acts_there() -> None:
     )
     assert headline(generated(means=(0.1, 0.4)), generated()).endswith(
         "nothing in the recipe explains it; what your own code does between the pipeline's stages is not looked at, "
-        "nor what was written through a weight's .data after it was first read. Times are as before."
+        "nor more than 64 values of each weight, nor what was written through a weight's .data after it was first read. Times are as before."
     )
 
 
@@ -179,7 +179,7 @@ def test_what_could_not_be_read_is_said_where_nothing_else_explains_an_output() 
     said = headline(generated(means=(0.1, 0.4), recipe=recipe), generated(recipe=recipe))
     assert said.endswith(
         "nothing in the recipe explains it; not looked at: control (ControlState), unet weights, "
-        "what was written through a weight's .data after it was first read. Times are as before."
+        "more than 64 values of each weight, what was written through a weight's .data after it was first read. Times are as before."
     )
 
 
@@ -206,7 +206,7 @@ def test_what_takes_time_alone_explains_no_output() -> None:
     now = generated(disk_read_bytes=400 << 20, others_cpu_share=0.6, means=(0.1, 0.4))
     assert headline(now, before).endswith(
         "nothing in the recipe explains it; what your own code does between the pipeline's stages is not looked at, "
-        "nor what was written through a weight's .data after it was first read. The recipe differs: read from disk 4 MB → 400 MB. Times are as before."
+        "nor more than 64 values of each weight, nor what was written through a weight's .data after it was first read. The recipe differs: read from disk 4 MB → 400 MB. Times are as before."
     )
 
 

@@ -27,6 +27,7 @@ from sigmascope.records.performance import (
     AFTER,
     BEFORE,
     BETWEEN,
+    CHILDREN,
     IMPORT,
     OUTSIDE_STAGES,
     PROCESS,
@@ -57,6 +58,8 @@ _LEAST_START_SHARE: Final = 0.1
 """Of the run: a start that took as long has a clause of its own."""
 _LEAST_SPREAD: Final = 2.0
 """The longest step by the median, from which it is named."""
+_LEAST_OF_CHILDREN: Final = 1.0
+"""Seconds: importing PyTorch takes as many."""
 _LEAST_SHARE_SHOWN: Final = 0.005
 _LEAST_PLACE_SHARE: Final = 0.25
 """Share of the longest row's time: the headline names a place in the program's own code that takes this much."""
@@ -65,6 +68,8 @@ _MOST_PACKAGES: Final = 3
 _FINDING_WITH_ROW: Final = "time.callback_takes_long"
 _TOLD_FIRST: Final = (
     "time.waited_for_processor",
+    "series.at_once",
+    "time.compiles_no_more",
     "series.first_steps_recur",
     "series.slows_down",
     "series.part_slows_down",
@@ -539,6 +544,12 @@ def _start_and_each(run: Run) -> str | None:
 def _longest(run: Run) -> str | None:
     rows = time_breakdown(run)
     if not run.stages:
+        children = run.facts.get(CHILDREN)
+        if isinstance(children, float) and children >= _LEAST_OF_CHILDREN:
+            return (
+                f"Nothing was recorded in this process: no stage was opened. Its child processes used {units.seconds(children)} of "
+                "processor time; each needs a watch of its own."
+            )
         return "Nothing was recorded: no stage was opened."
     if not is_duration(run.seconds):
         return "How long it took is not known: the record holds no valid time."

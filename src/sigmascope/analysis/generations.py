@@ -17,9 +17,11 @@ from sigmascope.records.performance import (
     BeforeAfterDict,
     ComparedGenerationDict,
     ComparisonSummaryDict,
+    Compilations,
     ImprovementDict,
     PerformanceMetrics,
     StepTimeDict,
+    compilations_of,
 )
 from sigmascope.records.run import (
     AcceleratorFacts,
@@ -170,6 +172,34 @@ def _stages_between(stages: Iterable[Stage]) -> Iterator[Stage]:
 def whole(run: Run) -> Case:
     """All of a run, for rules on what happens from one generation to the next."""
     return Case(tuple(run.walk()), run.seconds, _pipeline(run.facts), _call(run.facts), run.host)
+
+
+def compilations_in(case: Case) -> Compilations | None:
+    """What torch.compile did during a generation; None where that is not recorded."""
+    return next(filter(None, (compilations_of(stage.facts) for stage in case.stages)), None)
+
+
+def compiles(case: Case, role: Role) -> bool:
+    """Whether torch.compile compiled something of this role during a generation; where that is not recorded, whether it may have."""
+    components = {} if case.pipeline is None else case.pipeline.components
+    is_meant = any(part.compiled for part in case.components(role).values())
+    noted = compilations_in(case)
+    if noted is None:
+        return is_meant
+    return noted.count > 0 and (is_meant or not any(part.compiled for part in components.values()))
+
+
+def most_at_once(stages: Iterable[Stage]) -> int:
+    """The most of these stages that were open at one moment."""
+    spans = [(stage.started_seconds, stage.started_seconds + stage.seconds) for stage in stages]
+    moments = sorted(
+        moment for began, ended in spans if ended > began for moment in ((began, 1), (ended, -1))
+    )
+    opened = most = 0
+    for _, change in moments:  # of one moment, what ends comes first
+        opened += change
+        most = max(most, opened)
+    return most
 
 
 def seconds_of(stages: list[Stage]) -> float:

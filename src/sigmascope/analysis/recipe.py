@@ -12,10 +12,11 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from sigmascope import units
-from sigmascope.analysis.generations import Case, cases
+from sigmascope.analysis.generations import Case, cases, most_at_once
 from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.records.performance import (
     BENCHMARK,
+    CACHED_GRAPHS,
     COLLECTIONS,
     COMPILED_GRAPHS,
     DISK_READ,
@@ -58,12 +59,18 @@ _NOTABLE_CHANGE_OF_READ_BYTES: Final = 16.0 * units.MIB
 _NOTABLE_CHANGE_OF_COLLECTIONS: Final = 5.0
 _NOTABLE_RATIO_OF_CLOCKS: Final = 1.1
 GENERATIONS: Final = "generations"
+AT_ONCE: Final = "generations at once"
 CLOCK: Final = "processor clock"
 FAULTS: Final = "page faults from disk"
 READ: Final = "read from disk"
 COLLECTED: Final = "full garbage collections"
 COMPILED: Final = "graphs compiled"
+DYNAMIC: Final = " dynamic shapes"
+"""How the entry of a compiled component ends that holds whether it was asked for graphs of all sizes."""
+CACHED: Final = "graphs from the compiler's cache"
 DETERMINISTIC: Final = "deterministic algorithms"
+GLOBAL_STATE: Final = "global generator state"
+"""Of PyTorch's own, from which it draws where it is given none."""
 ENVIRONMENT: Final = r"[A-Z][A-Z0-9]+_[A-Z0-9_]+"
 """What names of the environment's switches look like, and no other entry of a recipe."""
 _READ_WITH_ENVIRONMENT: Final = "train mode"
@@ -103,6 +110,9 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
     generations = [median(map(_count_generations, runs)) for runs in (baseline, new)]
     if min(generations) > 0 and generations[0] != generations[1]:
         differences[GENERATIONS] = (f"{generations[0]:g}", f"{generations[1]:g}")
+    at_once = [median(most_at_once(_generations(run)) for run in runs) for runs in (baseline, new)]
+    if min(at_once) > 0 and at_once[0] != at_once[1]:
+        differences[AT_ONCE] = (f"{at_once[0]:g}", f"{at_once[1]:g}")
     before, now = used_by_others(baseline), used_by_others(new)
     if before is not None and now is not None and abs(now - before) > _NOTABLE_CHANGE_OF_OTHERS_SHARE:
         differences[OTHERS_USED] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
@@ -118,6 +128,7 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
     for name, fact, notable in (
         (COLLECTED, COLLECTIONS, _NOTABLE_CHANGE_OF_COLLECTIONS),
         (COMPILED, COMPILED_GRAPHS, 0.0),
+        (CACHED, CACHED_GRAPHS, 0.0),
     ):
         counts = [_median_fact(runs, fact) for runs in (baseline, new)]
         if _are_apart(counts, notable):
@@ -185,6 +196,7 @@ def _consequences(differences: Differences) -> list[str]:
     }
     is_other = any(name in differences for name in ("seed", "generator device"))
     consequences = ["generator state"] if is_other and "generator state" in differences else []
+    consequences += [GLOBAL_STATE] if {"global seed", GLOBAL_STATE} <= differences.keys() else []
     set_in_call = [tuple(map(_number, differences[name])) for name in _SET_ON_SAMPLERS if name in differences]
     consequences += [
         name
@@ -224,8 +236,11 @@ def _median_fact(runs: Sequence[Run], name: str) -> float:
 
 def _count_generations(run: Run) -> int:
     """How many generations a run made, with those of which only sums are kept."""
-    kept = sum(stage.name == GENERATION for stage in run.stages)
-    return kept + (0 if run.folded is None else run.folded.generations)
+    return len(_generations(run)) + (0 if run.folded is None else run.folded.generations)
+
+
+def _generations(run: Run) -> list[Stage]:
+    return [stage for stage in run.stages if stage.name == GENERATION]
 
 
 def _median_clock(runs: Sequence[Run]) -> float:
@@ -424,6 +439,10 @@ def _of_more(more: Mapping[str, Any]) -> Iterator[_Entry]:
         of_each = more.get(f"generator_{name}s")
         if isinstance(of_each, list) and of_each:
             yield _CALL, f"generator {name}", ", ".join(map(str, of_each))
+    drawn = more.get("global_states")
+    if isinstance(drawn, Mapping):
+        told = ", ".join(f"{device} {state}" for device, state in drawn.items())
+        yield _CALL, GLOBAL_STATE, told or "not drawn from"
     yield _SURROUNDINGS, "threads", more.get("threads")
 
 

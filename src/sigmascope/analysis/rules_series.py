@@ -5,7 +5,8 @@ creeps up from one generation to the next looks even within each.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from statistics import median
@@ -13,18 +14,19 @@ from typing import Final, NamedTuple
 
 from sigmascope import units
 from sigmascope.analysis.breakdown import seconds_between_steps
-from sigmascope.analysis.generations import Case, cases
-from sigmascope.analysis.recipe import Differences, recipe_differences
+from sigmascope.analysis.generations import Case, cases, compilations_in, compiles, most_at_once
+from sigmascope.analysis.recipe import DYNAMIC, Differences, recipe_differences
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.rules_time import is_slow_first_step
 from sigmascope.analysis.run_figures import MUCH_WAITED, known, step_seconds, theil_sen, waited_seconds
 from sigmascope.analysis.what_changed import causes_in_words
 from sigmascope.plain_text import in_one_line
 from sigmascope.records.performance import processor_use_of
-from sigmascope.records.run import Role, Run, Stage, is_duration, stage_seconds
+from sigmascope.records.run import RECIPE, Role, Run, Stage, is_duration, stage_seconds
 
 RECUR: Final = "series.first_steps_recur"
 SLOW_DOWN: Final = "series.slows_down"
+AT_ONCE: Final = "series.at_once"
 _LEAST_EXCESS_SECONDS: Final = 0.5
 _FEWEST_FOR_DRIFT: Final = 6
 """Sen's bounds with a confidence of 99 % take as many."""
@@ -36,10 +38,20 @@ _LEAST_RISE: Final = 1.5
 _LEAST_PAUSE_SECONDS: Final = 30.0
 _FEWEST_FOR_OUTLIER: Final = 5
 _LEAST_OUTLIER_RATIO: Final = 2.0
+_MANY_PAGES: Final = 100
 _MOST_NAMED: Final = 6
 _MOST_CAUSES: Final = 2
 _NOT_IN_A_STEP: Final = ("num_inference_steps", "callback", "output_type")
 """Entries of a recipe that do not change what a step takes."""
+_BESIDE_OTHERS: Final = 0.5
+"""So many other generations ran during one, on average: its times are theirs too."""
+_ALONE: Final = 0.1
+"""Fewer than this: it ran alone."""
+_LEAST_SHARED: Final = 1.5
+"""How many times as long steps beside others take: below it there was room for all."""
+_TEXT_LENGTH: Final = "text length"
+_FEWEST_OF_EACH: Final = 2
+"""Generations with a slow first step, and with a fast one, that tell whether a change of text is its cause."""
 
 
 class _Generation(NamedTuple):
@@ -52,6 +64,7 @@ class _Generation(NamedTuple):
         first: Seconds of the first step.
         usual: The median of the others.
         longest: Of the others.
+        beside: How many other generations ran meanwhile on the same devices, on average.
     """
 
     case: Case
@@ -60,6 +73,7 @@ class _Generation(NamedTuple):
     first: float
     usual: float
     longest: float
+    beside: float = 0.0
 
     @property
     def excess(self) -> float:
@@ -106,21 +120,98 @@ def _outermost(run: Run) -> list[Case]:
 def _generations(run: Run) -> list[_Generation]:
     """Those that have at least two timed steps after the first."""
     found: list[_Generation] = []
-    for number, case in enumerate(_outermost(run), start=1):
+    outermost = _outermost(run)
+    for number, case in enumerate(outermost, start=1):
         for stage in case.with_steps()[:1]:
             seconds = step_seconds(stage)
             others = known(seconds[1:])
             if seconds[0] is not None and len(others) >= 2:
-                found.append(_Generation(case, stage, number, seconds[0], median(others), max(others)))
+                beside = _beside(case, outermost)
+                found.append(
+                    _Generation(case, stage, number, seconds[0], median(others), max(others), beside)
+                )
     return found
 
 
+def _beside(case: Case, outermost: Sequence[Case]) -> float:
+    """How many other generations ran during one, on the same devices, on average."""
+    began, ended = _span(case)
+    if not 0 < ended - began < math.inf:
+        return 0.0
+    meanwhile = 0.0
+    for other in outermost:
+        other_began, other_ended = _span(other)
+        shared = min(ended, other_ended) - max(began, other_began)
+        if other is not case and shared > 0 and _share_devices(case, other):
+            meanwhile += shared
+    return meanwhile / (ended - began)
+
+
+def _span(case: Case) -> tuple[float, float]:
+    stage = case.stages[0]
+    return stage.started_seconds, stage.started_seconds + stage.seconds
+
+
+def _share_devices(first: Case, second: Case) -> bool:
+    """Whether two generations may have worked on one device; also where that is not known."""
+    sides = [
+        {
+            device
+            for part in case.components("denoiser").values()
+            if part.module is not None
+            for device in part.module.devices
+        }
+        for case in (first, second)
+    ]
+    return not all(sides) or bool(sides[0] & sides[1])
+
+
 def _by_work(run: Run) -> Iterable[list[_Generation]]:
-    """Those of the same work, in the order in which they came."""
+    """Those of the same work that had the devices for themselves, in the order in which they came."""
     by_work: dict[tuple[object, ...], list[_Generation]] = {}
     for generation in _generations(run):
-        by_work.setdefault(generation.work(), []).append(generation)
+        if generation.beside < _BESIDE_OTHERS:
+            by_work.setdefault(generation.work(), []).append(generation)
     return by_work.values()
+
+
+@rule(AT_ONCE, "warning", "info", about="a series of generations", looks_at="run")
+def ran_at_once(run: Run) -> Iterator[Seen]:
+    """Generations ran at the same time and shared the devices: each took longer than alone."""
+    generations = _generations(run)
+    crowded = [one for one in generations if one.beside >= _BESIDE_OTHERS]
+    if len(crowded) < 2:
+        return
+    most = most_at_once([one.case.stages[0] for one in crowded])
+    alone: dict[tuple[object, ...], list[float]] = {one.work(): [] for one in crowded}
+    for one in generations:
+        if one.beside < _ALONE and one.work() in alone:
+            alone[one.work()].append(one.usual)
+    ratios = [one.usual / median(alone[one.work()]) for one in crowded if any(alone[one.work()])]
+    if ratios and median(ratios) < _LEAST_SHARED:
+        return
+    known_alone = [seconds for of_work in alone.values() for seconds in of_work]
+    usual = median(one.usual for one in crowded)
+    yield Seen(
+        severity="warning" if ratios else "info",
+        message=f"{len(crowded)} of {units.counted(len(generations), 'generation')} ran at the same time, up to {most} at once: "
+        f"their steps took {units.seconds(usual)}"
+        + (
+            f", and {units.seconds(median(known_alone))} in those that ran alone ({median(ratios):.2f} × as long)."
+            if ratios
+            else ", since they shared what they ran on."
+        ),
+        evidence={
+            "generations": len(crowded),
+            "of_generations": len(generations),
+            "most_at_once": most,
+            "step_seconds": usual,
+            "alone_step_seconds": median(known_alone) if ratios else None,
+        },
+        advice="Let requests wait for each other (a queue, or a lock around the pipeline), or make their pictures in one call, with a "
+        "list of prompts. At once they come no sooner, and need more memory.",
+        stage=crowded[0].stage.name,
+    )
 
 
 @rule(RECUR, "warning", about="a series of generations", looks_at="run")
@@ -131,15 +222,24 @@ def first_steps_recur(run: Run) -> Iterator[Seen]:
     if len(slow) < 2:
         return
     total = sum(generation.excess for generation in slow)
-    compiled = any(part.compiled for one in slow for part in one.case.components("denoiser").values())
+    compiled = any(compiles(one.case, "denoiser") for one in slow)
+    reasons = _why_compiled([one.case for one in slow])
     new = _new_values([one.case for one in slow])
     by_size = bool(new) and len({one.work() for one in slow}) == len(slow)
-    changed = [] if by_size else _changed_each_time(slow, run)
+    gave_up = any(noted.gave_up for one in generations if (noted := compilations_in(one.case)))
+    spared = _new_but_fast(generations, slow) if by_size and not gave_up else 0
+    changed = [] if by_size else _changed_each_time(slow, generations, run, is_compiled=compiled)
     again = "is compiled again" if compiled else "costs it again"
-    if by_size:
-        cause = f"each new {' and '.join(new)} ({'; '.join(f'{_some(values)}' for values in new.values())}) {again}"
+    names, values = " and ".join(new), "; ".join(map(_some, new.values()))
+    if spared:
+        others = units.counted(spared, "other new size")
+        cause = f"{names} ({values}) {'was compiled' if compiled else 'cost it'} anew, {others} not"
+    elif by_size:
+        cause = f"each new {names} ({values}) {again}"
     elif changed:
         cause = f"each change of {' and '.join(changed[:_MOST_CAUSES])} {again}"
+    elif reasons:
+        cause = f"it is compiled again, since {reasons[0]}"
     else:
         cause = "what it loads or compiles is not kept from one generation to the next"
     least, most = min(one.first for one in slow), max(one.first for one in slow)
@@ -161,8 +261,15 @@ def first_steps_recur(run: Run) -> Iterator[Seen]:
             "compiled": compiled,
             "new": "; ".join(f"{name} {_some(values)}" for name, values in new.items()) or None,
             "changed": ", ".join(changed) or None,
+            "why_compiled": "; ".join(reasons) or None,
         },
-        advice=_advice(by_size=by_size, compiled=compiled),
+        advice=_advice(
+            changed,
+            by_size=by_size,
+            compiled=compiled,
+            is_over=bool(spared),
+            is_dynamic=_is_dynamic([one.case for one in slow]),
+        ),
         stage=slow[0].stage.name,
     )
 
@@ -176,19 +283,51 @@ def _new_values(slow: Sequence[Case]) -> dict[str, list[object]]:
     return {title: several for title, several in values.items() if len(several) > 1 and None not in several}
 
 
+def _why_compiled(slow: Sequence[Case]) -> list[str]:
+    """Why functions were compiled again in these generations, the most frequent reasons first."""
+    counts = Counter(reason for case in slow if (noted := compilations_in(case)) for reason in noted.why)
+    return [reason for reason, _ in counts.most_common()]
+
+
+def _new_but_fast(generations: Sequence[_Generation], slow: Sequence[_Generation]) -> int:
+    """How many of the first generations of their work were not slow at first."""
+    first: dict[tuple[object, ...], int] = {}
+    for one in generations:
+        first.setdefault(one.work(), one.number)
+    return len({*first.values()} - {one.number for one in slow})
+
+
 def _some(values: Sequence[object]) -> str:
     shown = ", ".join(map(str, values[:_MOST_NAMED]))
     return shown if len(values) <= _MOST_NAMED else f"{shown}, …"
 
 
-def _changes(before: _Generation, now: _Generation, run: Run) -> Differences:
-    """What differs between two generations and may change the time of a step."""
+def _differences(before: _Generation, now: _Generation, run: Run) -> dict[str, tuple[str, str]]:
+    """What differs between two generations, the length of their texts first."""
     sides = [replace(run, stages=one.case.stages[:1], folded=None) for one in (now, before)]
-    differs = recipe_differences(sides[:1], sides[1:])
+    lengths = [_text_length(one.case) for one in (before, now)]
+    known_lengths = [str(length) for length in lengths if length is not None]
+    differs = {_TEXT_LENGTH: (known_lengths[0], known_lengths[1])} if len(set(known_lengths)) > 1 else {}
+    return differs | recipe_differences(sides[:1], sides[1:])
+
+
+def _text_length(case: Case) -> int | None:
+    """How many tokens long the text is that goes into the denoiser; None: not known."""
+    for stage in case.named("text_encoding"):
+        for name, tensor in stage.tensors.items():
+            if name == "prompt_embeds" and len(tensor.shape) == 3:
+                return tensor.shape[1]
+    return None
+
+
+def _changes(
+    before: _Generation, now: _Generation, run: Run, but: Collection[str] = _NOT_IN_A_STEP
+) -> Differences:
+    """What differs between two generations and may change the time of a step."""
     return {
         name: both
-        for name, both in differs.items()
-        if name not in _NOT_IN_A_STEP and causes_in_words({name: both})
+        for name, both in _differences(before, now, run).items()
+        if name not in (*but, _TEXT_LENGTH) and causes_in_words({name: both})
     }
 
 
@@ -197,24 +336,94 @@ def _changed(before: _Generation, now: _Generation, run: Run) -> str | None:
     return " and ".join(causes_in_words(_changes(before, now, run))[:_MOST_CAUSES]) or None
 
 
-def _changed_each_time(slow: Sequence[_Generation], run: Run) -> list[str]:
-    """What each of these generations had otherwise than the one before it among them."""
-    changes = [_changes(before, now, run) for before, now in pairwise(slow)]
-    return [name for name in changes[0] if all(name in others for others in changes)]
+def _changed_each_time(
+    slow: Sequence[_Generation], generations: Sequence[_Generation], run: Run, *, is_compiled: bool
+) -> list[str]:
+    """What each of these generations had otherwise than the one before it, and no other had.
+
+    A text changes with most generations, and no time by itself: it is named only where several others kept it.
+    """
+    changes = {now.number: _differences(before, now, run) for before, now in pairwise(generations)}
+    numbers = {one.number for one in slow}
+    of_slow = [differs for number, differs in changes.items() if number in numbers]
+    of_others = [differs for number, differs in changes.items() if number not in numbers]
+    alike = [
+        name
+        for name in of_slow[0]
+        if name not in _NOT_IN_A_STEP
+        and all(name in others for others in of_slow)
+        and not any(name in others for others in of_others)
+    ]
+    is_contrast = min(len(of_slow), len(of_others)) >= _FEWEST_OF_EACH
+    named = [
+        name
+        for name in alike
+        if (is_contrast and "prompt" in name)
+        or (
+            causes_in_words({name: of_slow[0][name]}) and (name != _TEXT_LENGTH or is_contrast or is_compiled)
+        )
+    ]
+    return [name for name in named if _TEXT_LENGTH not in named or "prompt" not in name]
 
 
-def _may_explain(changed: str | None) -> str:
-    return f"; {changed} may explain it" if changed else ""
+def _may_explain(*causes: str | None) -> str:
+    named = " and ".join(filter(None, causes))
+    return f"; {named} may explain it" if named else ""
 
 
-def _advice(*, by_size: bool, compiled: bool) -> str:
+def _pages_read(before: Sequence[_Generation], since: Sequence[_Generation]) -> str | None:
+    """Pages of memory that each of some generations had to read from a disk, and each of others had not; None: no such."""
+    counts = [[_faults(one) for one in side] for side in (before, since)]
+    if any(None in side for side in counts):
+        return None
+    was, now = (median(known(side)) for side in counts)
+    if max(was, now) < _MANY_PAGES or abs(now - was) < max(was, now) / 2:
+        return None
+    return f"pages read from a disk (swap, or weights) {was:,.0f} → {now:,.0f} in each"
+
+
+def _faults(one: _Generation) -> float | None:
+    use = processor_use_of(one.case.stages[0].facts)
+    return None if use is None or use.major_faults is None else float(use.major_faults)
+
+
+def _is_dynamic(slow: Sequence[Case]) -> bool:
+    """Whether torch.compile was asked for graphs of all sizes (dynamic=True) already."""
+    recipes = [stage.facts.get(RECIPE) for case in slow for stage in case.stages]
+    surroundings = [recipe.get("surroundings") for recipe in recipes if isinstance(recipe, Mapping)]
+    return any(
+        str(name).endswith(DYNAMIC) and value == "True"
+        for entries in surroundings
+        if isinstance(entries, Mapping)
+        for name, value in entries.items()
+    )
+
+
+def _advice(changed: Sequence[str], *, by_size: bool, compiled: bool, is_over: bool, is_dynamic: bool) -> str:
+    if compiled and is_dynamic and (by_size or _TEXT_LENGTH in changed):
+        return (
+            "dynamic=True was asked for, and something in the model fixes a size all the same: TORCH_LOGS=recompiles,dynamic says "
+            "what. Warm up two sizes, or each that you use, before timing."
+        )
+    if is_over and compiled:
+        return (
+            "PyTorch compiles for one size, then for all. To compile once only, ask for that at first (torch.compile(…, "
+            "dynamic=True), or torch._dynamo.mark_dynamic), and warm up before timing."
+        )
     if by_size and compiled:
         return (
             "Compile once for all sizes (torch.compile(…, dynamic=True)), or keep to a few sizes and warm up each of them. "
             "TORCH_LOGS=recompiles says which guard failed."
         )
+    if compiled and _TEXT_LENGTH in changed:
+        return "Compile once for all lengths (torch.compile(…, dynamic=True)), or pad all texts to one length (max_sequence_length)."
     if compiled:
         return "Something changes a guard each time: TORCH_LOGS=recompiles says which."
+    if any("prompt" in name for name in changed):
+        return (
+            "A new text needs the text encoder, for which the denoiser may have to make room. Encode all prompts first "
+            "(prompt_embeds), or use a smaller text encoder, or one in fewer bits."
+        )
     return "Look for what is loaded, moved or tuned anew in each generation; warming up once does not help."
 
 
@@ -238,7 +447,7 @@ def slows_down(run: Run) -> Iterator[Seen]:
         yield Seen(
             message=f"Steps became slower from generation to generation: {units.seconds(usual[0])} in the first of "
             f"{len(alike)}, {units.seconds(usual[-1])} in the last ({100 * (usual[-1] / usual[0] - 1):+.0f} %)"
-            f"{_may_explain(changed)}.",
+            f"{_may_explain(changed, _pages_read(alike[:1], alike[-1:]))}.",
             evidence={
                 "changed": changed,
                 "generations": len(alike),
@@ -279,7 +488,7 @@ def _slow_since(alike: Sequence[_Generation], run: Run) -> Iterator[Seen]:
     yield Seen(
         message=f"Steps became slower after {when} of {len(alike)} generations of the same {'size' if changed else 'work'}"
         f"{_pause(before[-1], since[0])}: {units.seconds(was)} {so_far}, {units.seconds(usual)} since "
-        f"({usual / was:.2f} × as long){_may_explain(changed)}.",
+        f"({usual / was:.2f} × as long){_may_explain(changed, _pages_read(before, since))}.",
         evidence={
             "changed": changed,
             "generations": len(alike),
@@ -325,16 +534,21 @@ def first_is_slow(run: Run) -> Iterator[Seen]:
             continue
         if first.usual < _LEAST_OUTLIER_RATIO * max(one.longest for one in later):
             continue
+        changed = _changed(first, later[0], run)
         yield Seen(
-            message=f"All steps of the first of {len(alike)} generations of the same work were slow: "
-            f"{units.seconds(first.usual)} each, {units.seconds(usual)} since ({first.usual / usual:.2f} × as long).",
+            message=f"All steps of the first of {len(alike)} generations of the same {'size' if changed else 'work'} were slow: "
+            f"{units.seconds(first.usual)} each, {units.seconds(usual)} since ({first.usual / usual:.2f} × as long)"
+            f"{_may_explain(changed, _pages_read(alike[:1], later))}.",
             evidence={
+                "changed": changed,
                 "generations": len(alike),
                 "first_seconds": first.usual,
                 "median_seconds": usual,
                 "gain_seconds": lost,
             },
-            advice="Leave it out of timings. To make it faster, see what memory was full of before it, and whether its weights "
+            advice="It was set up otherwise: compare it with no other."
+            if changed
+            else "Leave it out of timings. To make it faster, see what memory was full of before it, and whether its weights "
             "were read from a disk or moved meanwhile.",
             stage=first.stage.name,
         )
@@ -383,7 +597,7 @@ def stage_is_slow_at_first(run: Run) -> Iterator[Seen]:
             continue
         new = _new_values([first.case for first, _ in slow])
         at_sizes = len(slow) > 1 and bool(new)
-        compiled = any(part.compiled for first, _ in slow for part in first.case.components(role).values())
+        compiled = any(compiles(first.case, role) for first, _ in slow)
         waited = _waited([stage for first, _ in slow for stage in first.case.named(name)])
         if waited > MUCH_WAITED and not compiled:  # compilers take processors themselves
             continue
@@ -501,7 +715,7 @@ def _waited(stages: Sequence[Stage]) -> float:
 
 @rule("series.one_stands_out", "info", about="a series of generations", looks_at="run")
 def one_stands_out(run: Run) -> Iterator[Seen]:
-    """One generation among many took more than twice as long as the others, though it did the same work."""
+    """One generation among many took more than twice as long as the others of its size."""
     for alike in _by_work(run):
         later = alike[1:]  # the first is often slow
         seconds = [one.case.seconds for one in later]
@@ -512,17 +726,22 @@ def one_stands_out(run: Run) -> Iterator[Seen]:
         if len(slow) != 1 or slow[0].case.seconds - usual < _LEAST_EXCESS_SECONDS:
             continue
         [odd] = slow
-        where, excess = _largest_excess(odd, [one for one in later if one is not odd])
+        others = [one for one in later if one is not odd]
+        where, excess = _largest_excess(odd, others)
+        asked = " and ".join(causes_in_words(_changes(others[0], odd, run, but=()))[:_MOST_CAUSES])
         yield Seen(
             message=f"Generation {odd.number} took {units.seconds(odd.case.seconds)}, the others {units.seconds(usual)} in "
-            f"the median: {units.seconds(excess)} more in {in_one_line(where)}{_why(odd)}.",
+            f"the median: {units.seconds(excess)} more in {in_one_line(where)}{_may_explain(asked) or _why(odd)}.",
             evidence={
+                "changed": asked or None,
                 "generation": odd.number,
                 "seconds": odd.case.seconds,
                 "median_seconds": usual,
                 "gain_seconds": odd.case.seconds - usual,
             },
-            advice="Look for what ran beside it: another program, a garbage collection, a page read from a disk.",
+            advice="It was asked for, or set up, otherwise than the others: nothing is wrong with the machine."
+            if asked
+            else "Look for what ran beside it: another program, a garbage collection, a page read from a disk.",
             stage=where,
         )
 
@@ -547,6 +766,12 @@ def _why(odd: _Generation) -> str:
     if use is None:
         return ""
     waited = waited_seconds(use) or 0.0
+    if (use.stopped_seconds or 0.0) > waited / 2 > 0:
+        return f"; the process was stopped for {units.seconds(use.stopped_seconds)}"
     if waited > MUCH_WAITED * odd.case.seconds:
         return f"; it waited {units.seconds(waited)} for a processor"
-    return f"; {use.major_faults:,} pages were read from a disk" if (use.major_faults or 0) >= 100 else ""
+    return (
+        f"; {use.major_faults:,} pages were read from a disk"
+        if (use.major_faults or 0) >= _MANY_PAGES
+        else ""
+    )

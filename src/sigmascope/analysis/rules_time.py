@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from sigmascope import units
 from sigmascope.analysis.breakdown import seconds_between_steps
-from sigmascope.analysis.generations import Case, noted_metrics, seconds_of
+from sigmascope.analysis.generations import Case, compilations_in, compiles, noted_metrics, seconds_of
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import (
     is_timed_on_device,
@@ -24,7 +24,11 @@ from sigmascope.analysis.run_figures import (
 )
 from sigmascope.records.latents import NEEDS_TILES
 from sigmascope.records.merge import place_of
-from sigmascope.records.performance import DeviceUtilization, utilization_of
+from sigmascope.records.performance import (
+    DeviceUtilization,
+    processor_use_of,
+    utilization_of,
+)
 from sigmascope.records.run import STEPS_UNCLEAR, Run, Stage, stage_seconds
 
 _GENERATION: Final = "generation"
@@ -40,6 +44,7 @@ _LEAST_OUTLIER_DEVIATIONS: Final = (
 )
 _LEAST_DRIFT_SHARE: Final = 0.05
 TARGET_MISSED: Final = "time.target_missed"
+GAVE_UP: Final = "time.compiles_no_more"
 _MOST_STEPS_NAMED: Final = 8
 _LEAST_BUSY_SHARE: Final = 0.6
 _LEAST_CALLBACK_SHARE: Final = 0.1
@@ -148,12 +153,12 @@ def first_step_compiles(case: Case) -> Iterator[Seen]:
             continue
         usual = median(others)
         excess = first - usual
-        if not is_slow_first_step(first, usual):
+        if not is_slow_first_step(first, usual) or stopped_seconds(stage) > excess / 2:
             continue
-        compiled = any(part.compiled for part in case.components("denoiser").values())
+        compiled = compiles(case, "denoiser")
         yield Seen(
             message=f"The first step took {units.seconds(first)}, the others {units.seconds(usual)}"
-            + (", because torch.compile compiles in it." if compiled else "."),
+            + (f", because torch.compile compiles in it{_from_cache(case)}." if compiled else "."),
             evidence={"first_seconds": first, "median_seconds": usual, "gain_seconds": excess, "compiled": compiled, **_untimed(stage)},
             advice="Warm up once before timing. To shorten it, compile only the repeated blocks (compile_repeated_blocks()) "
             "and keep the cache (TORCHINDUCTOR_CACHE_DIR)."
@@ -163,9 +168,41 @@ def first_step_compiles(case: Case) -> Iterator[Seen]:
         )  # fmt: skip
 
 
+def _from_cache(case: Case) -> str:
+    """How much of what was compiled a cache on disk held, in words; empty where that is not known."""
+    noted = compilations_in(case)
+    graphs = 0 if noted is None else noted.from_cache + noted.not_in_cache
+    return (
+        ""
+        if noted is None or not graphs
+        else f" ({noted.from_cache} of {units.counted(graphs, 'graph')} from its cache)"
+    )
+
+
+@rule(GAVE_UP, "warning", about="steps")
+def compiles_no_more(case: Case) -> Iterator[Seen]:
+    """torch.compile has reached its limit for a function: what fits none of its graphs runs as written, and slower."""
+    noted = compilations_in(case)
+    if noted is not None and noted.gave_up:
+        yield Seen(
+            message="torch.compile has compiled a function as often as is allowed (torch._dynamo.config.recompile_limit): what fits "
+            "none of its graphs runs uncompiled from now on.",
+            evidence={"compiled": True},
+            advice="Compile for all sizes at once (torch.compile(…, dynamic=True)), keep to fewer sizes, or raise the limit. "
+            "TORCH_LOGS=recompiles says which guard fails.",
+            stage=case.stages[0].name,
+        )
+
+
 def is_slow_first_step(first: float, usual: float) -> bool:
     """Whether a first step took so much longer than the others that something was done in it alone."""
     return first >= _LEAST_FIRST_STEP_RATIO * usual and first - usual >= _LEAST_FIRST_STEP_EXCESS_SECONDS
+
+
+def stopped_seconds(stage: Stage) -> float:
+    """How long the process was seen to be stopped in a stage."""
+    use = processor_use_of(stage.facts)
+    return 0.0 if use is None else use.stopped_seconds or 0.0
 
 
 def _untimed(stage: Stage) -> dict[str, int]:
@@ -190,13 +227,17 @@ def steps_stand_out(case: Case) -> Iterator[Seen]:
         if not slow or len(slow) > len(seconds) // 3:
             continue
         gain = sum(timed[number] - usual for number in slow)
-        compiled = any(part.compiled for part in case.components("denoiser").values())
+        compiled = compiles(case, "denoiser")
+        stopped = stopped_seconds(stage)
+        is_stop = stopped > gain / 2
         yield Seen(
-            severity="warning" if gain > 0.1 * sum(seconds) else "info",
+            severity="warning" if gain > 0.1 * sum(seconds) and not is_stop else "info",
             message=f"{len(slow)} of {len(seconds) + (first is not None)} steps took more than twice as long as the rest: "
-            f"{_some_of(slow)}.",
+            f"{_some_of(slow)}" + (f"; the process was stopped for {units.seconds(stopped)}." if is_stop else "."),
             evidence={"steps": _some_of(slow), "median_seconds": usual, "gain_seconds": gain, "compiled": compiled, **_untimed(stage)},
-            advice="A change of shapes or flags makes a step recompile: run with TORCH_LOGS=recompiles to see why, and "
+            advice="Its times tell of the stop (Ctrl-Z, SIGSTOP, a paused container), not of the pipeline: measure again."
+            if is_stop
+            else "A change of shapes or flags makes a step recompile: run with TORCH_LOGS=recompiles to see why, and "
             "compile with dynamic=True."
             if compiled
             else "Look for other programs, garbage collection, previews or callbacks during those steps.",

@@ -469,7 +469,8 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int, limits: Limits) -
         if is_much or (differs and _explained_by_waiting(new, baseline)):
             is_by_others = new.is_by_others or baseline.is_by_others
             shares = (baseline.others, new.others) if is_by_others else waited
-            unavailable["wall"] = waited_in_words(shares, is_by_others=is_by_others)
+            is_stopped = (new if waited[1] >= waited[0] else baseline).is_stopped
+            unavailable["wall"] = waited_in_words(shares, is_by_others=is_by_others, is_stopped=is_stopped)
             if new.own and baseline.own:
                 ours, theirs = new.own, baseline.own
     elif differs and max(before or 0.0, now or 0.0) > MUCH_WAITED:  # the other side's record does not say
@@ -511,18 +512,24 @@ def _explained_by_waiting(new: Figure, baseline: Figure) -> bool:
     return difference != 0 and (waits[1] - waits[0]) / difference >= _MUCH_EXPLAINED
 
 
-def waited_in_words(waited: tuple[float | None, float | None], *, is_by_others: bool) -> str:
+def waited_in_words(
+    waited: tuple[float | None, float | None], *, is_by_others: bool, is_stopped: bool = False
+) -> str:
     """Such as "the run waited for a processor for 62 % of its time (before: 3 %)".
 
     Args:
         waited: Shares, the baseline's first; None: not recorded.
         is_by_others: Whether they are what other programs used.
+        is_stopped: Whether the processor was waited for since the process was stopped.
     """
     before, now = ("not recorded" if share is None else f"{100 * share:.0f} %" for share in waited)
     when, other = (" before", f"now: {now}") if waited[1] is None else ("", f"before: {before}")
     known = before if waited[1] is None else now
     if is_by_others:
         return f"other programs used {known} of the processor{when} ({other})"
+    if is_stopped:
+        side, share = (" before", before) if (waited[0] or 0.0) > (waited[1] or 0.0) else ("", now)
+        return f"the process{side} was stopped for {share} of its time"
     return f"the run{when} waited for a processor for {known} of its time ({other})"
 
 

@@ -55,6 +55,7 @@ class Figure:
         is_estimate: Whether the system does not tell of waiting, and the share of the processors that other programs used
             stands for it.
         is_by_others: Whether `waited` is what other programs used, because together with the run that was everything.
+        is_stopped: Whether most of what a run waited is that its process was stopped.
         others: The median share of the processors that other programs used; None: not recorded.
     """
 
@@ -66,6 +67,7 @@ class Figure:
     waited: tuple[float, ...] = ()
     is_estimate: bool = False
     is_by_others: bool = False
+    is_stopped: bool = False
     others: float | None = None
 
 
@@ -79,6 +81,7 @@ class _Of(NamedTuple):
     waited: float | None = None
     is_estimate: bool = False
     is_by_others: bool = False
+    is_stopped: bool = False
 
 
 def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str, Figure]:
@@ -124,6 +127,7 @@ def _figure(of_runs: Sequence[_Of], others: float | None, untimed: int = 0) -> F
         tuple(waited) if len(waited) == len(of_runs) else (),
         any(figure.is_estimate for figure in of_runs),
         any(figure.is_by_others for figure in of_runs),
+        any(figure.is_stopped for figure in of_runs),
         others,
     )
 
@@ -143,10 +147,12 @@ def _total(run: Run) -> _Of:
     return _Of(TOTAL, "seconds", run.seconds, *_of_processor(run, facts, run.seconds))
 
 
-def _of_processor(
-    run: Run, facts: Sequence[Mapping[str, Any]], seconds: float
-) -> tuple[float | None, float | None, bool, bool]:
-    """Processor time, and the share of the seconds that was waited for a processor; whether that is an estimate, and others' use."""
+_OfProcessor = tuple[float | None, float | None, bool, bool, bool]
+_NOTHING_OF_PROCESSOR: Final[_OfProcessor] = None, None, False, False, False
+
+
+def _of_processor(run: Run, facts: Sequence[Mapping[str, Any]], seconds: float) -> _OfProcessor:
+    """Processor time, and the share of the seconds that was waited for a processor; whether that is an estimate, others' use, or a stop."""
     uses = [processor_use_of(of_stage) for of_stage in facts]
     own = [None if use is None else use.own_seconds for use in uses]
     waits = [None if use is None else waited_seconds(use) for use in uses]
@@ -155,9 +161,17 @@ def _of_processor(
     others = others_of(run.facts)
     share = min(sum(known(waits)) / seconds, 1.0) if is_known else others
     is_by_others = not is_known
+    stopped = sum(known(None if use is None else use.stopped_seconds for use in uses))
+    is_stopped = is_known and stopped > sum(known(waits)) / 2
     if share is not None and others is not None and others > share and _is_crowded(run, others):
-        share, is_by_others = others, True
-    return None if None in own or has_device else sum(known(own)), share, not is_known, is_by_others
+        share, is_by_others, is_stopped = others, True, False
+    return (
+        None if None in own or has_device else sum(known(own)),
+        share,
+        not is_known,
+        is_by_others,
+        is_stopped,
+    )
 
 
 def _is_crowded(run: Run, others: float) -> bool:
@@ -169,8 +183,10 @@ def _is_crowded(run: Run, others: float) -> bool:
 
 
 def waited_seconds(use: ProcessorUse) -> float | None:
-    """How long a thread was ready and held back, by other threads or by a quota; None where that is not known."""
-    return None if use.waited_seconds is None else use.waited_seconds + (use.throttled_seconds or 0.0)
+    """How long a thread was held back, by other threads, by a quota, or since the process was stopped; None: that is not known."""
+    if use.waited_seconds is None and not use.stopped_seconds:
+        return None
+    return sum(known((use.waited_seconds, use.throttled_seconds, use.stopped_seconds)))
 
 
 def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[_Of]:
@@ -181,20 +197,18 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[_Of]:
         seconds = [value for value in times if value is not None and is_duration(value)]
         is_whole = len(seconds) == len(times)
         folded = _folded_seconds(run, name, on_device)
-        own, waited, is_estimate, is_by_others = None, None, False, False
+        of_processor = _NOTHING_OF_PROCESSOR
         if name not in on_device and is_whole and not folded:
-            own, waited, is_estimate, is_by_others = _of_processor(
-                run, [stage.facts for stage in stages], sum(seconds)
-            )
+            of_processor = _of_processor(run, [stage.facts for stage in stages], sum(seconds))
         whole = sum(seconds) + folded if is_whole else math.nan
-        yield _Of(name, "seconds", whole, own, waited, is_estimate, is_by_others)
+        yield _Of(name, "seconds", whole, *of_processor)
         columns = [timed_steps(stage, on_device) for stage in stages if len(stage.steps)]
         # compiling, autotuning and lazy loading fall into the first; it is in the stage's time all the same
         steps = [value for column in columns for value in warm(column)]
         if columns:
             step = median(steps) if steps and all(map(known, columns)) else math.nan
-            own_step = None if own is None else _own_step(stages)
-            yield _Of(step_name(stages[0]), "seconds", step, own_step, waited, is_estimate, is_by_others)
+            own_step = None if of_processor[0] is None else _own_step(stages)
+            yield _Of(step_name(stages[0]), "seconds", step, own_step, *of_processor[1:])
     peak = run.peak()
     if peak.rss_bytes is not None:
         yield _Of(PROCESS_PEAK, "bytes", float(peak.rss_bytes))

@@ -14,6 +14,8 @@ from typing import Any, Final
 from sigmascope import units
 from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
 from sigmascope.analysis.recipe import (
+    AT_ONCE,
+    CACHED,
     CLOCK,
     COLLECTED,
     COMPILED,
@@ -21,6 +23,7 @@ from sigmascope.analysis.recipe import (
     ENVIRONMENT,
     FAULTS,
     GENERATIONS,
+    GLOBAL_STATE,
     LORAS,
     NOT_SET,
     OTHERS_USED,
@@ -82,8 +85,8 @@ _BELONGS_TO: Final = {
         r"vae.*|\w+_processor .*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)
     ),
     "denoising": re.compile(
-        r"scheduler.*|(global )?seed|generator .*|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|true_cfg_scale|skip_.*|pag_.*|eta|strength|callback.*|LoRA.*|pipeline (?!methods).*|"
-        rf"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|{COMPILED}|"
+        r"scheduler.*|(global )?seed|(global )?generator .*|latents|sigmas|timesteps|.*_kwargs.*|denoiser calls a step|attention.*|guidance.*|true_cfg_scale|skip_.*|pag_.*|eta|strength|callback.*|LoRA.*|pipeline (?!methods).*|"
+        rf"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|{COMPILED}|{CACHED}|{AT_ONCE}|"
         + "|".join(_AMOUNTS_OF_WORK)
     ),
     "latent_decoding": re.compile(r"vae.*|\w+_processor .*|output_type|" + "|".join(_PER_PICTURE)),
@@ -91,7 +94,7 @@ _BELONGS_TO: Final = {
 """By stage, the entries of a recipe that act in it first."""
 
 _NO_EFFECT_ON_TIME: Final = re.compile(
-    r"(global )?seed|generator .*|eta|guidance_scale|true_cfg_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*|"
+    r"(global )?seed|(global )?generator .*|eta|guidance_scale|true_cfg_scale|latents|.*embeds.*|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*|"
     r".+ \(.+\) (.*seed|strength.*|filename_prefix)"
 )
 """Entries whose values do not change how long a run takes."""
@@ -108,7 +111,10 @@ _LOAD: Final = (OTHERS_USED, CLOCK, FAULTS, READ, COLLECTED)
 """Entries that may change times, but no output."""
 _MOST_UNREAD: Final = 4
 _BEYOND: Final = "what your own code does between the pipeline's stages is not looked at"
-_DATA_WRITES: Final = "what was written through a weight's .data after it was first read"
+_OF_WEIGHTS: Final = (
+    "more than 64 values of each weight",
+    "what was written through a weight's .data after it was first read",
+)
 _VARIES: Final = "kernels of a device may give other bits each time, since deterministic algorithms are off"
 _MOST_CHANGE_OF_OWN: Final = 0.1
 _LEAST_IDLE: Final = 0.1
@@ -174,7 +180,10 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
         return WhatChanged(text, recipe, (), None, fails_more)
     rows = _rows(new, baseline)
     output = first_difference(new, baseline)
-    is_seeded = NOT_SET not in recipe_of_runs([*new, *baseline]).get("seed", NOT_SET)
+    if output is None:  # what was drawn from it made no difference
+        recipe = {name: sides for name, sides in recipe.items() if name != GLOBAL_STATE}
+    asked = recipe_of_runs([*new, *baseline])
+    is_seeded = any(NOT_SET not in asked.get(name, NOT_SET) for name in ("seed", "global seed"))
     total = compare_wholes(new, baseline, limits=limits)
     compared, _ = compare_run_sets(new, baseline, limits=limits)
     failed, bare = _failed_generations(new, baseline), _stages_of_one_side(new, baseline)
@@ -663,9 +672,9 @@ def _output_sentence(
     why = ", ".join(
         _in_words(name, recipe[name]) for name in causes[:3]
     ) or "nothing in the recipe explains it" + (
-        f"; not looked at: {', '.join((*unread[:_MOST_UNREAD], _DATA_WRITES))}"
+        f"; not looked at: {', '.join((*unread[:_MOST_UNREAD], *_OF_WEIGHTS))}"
         if unread
-        else f"; {_BEYOND}, nor {_DATA_WRITES}"
+        else f"; {_BEYOND}, nor {', nor '.join(_OF_WEIGHTS)}"
     ) + (f"; {_VARIES}" if may_vary else "")
     return f"The outputs differ from the {tensor} of {stage} on: {why}."
 

@@ -15,6 +15,8 @@ from sigmascope.monitor.scope import Clock
 from sigmascope.probes.host import cpu_moment, disk_moment, others_share, runtime_moment
 from sigmascope.probes.processor import processor_moment, processor_use
 from sigmascope.records.performance import (
+    CACHED_GRAPHS,
+    CHILDREN,
     COLLECTIONS,
     COMPILED_GRAPHS,
     DISK_READ,
@@ -44,11 +46,15 @@ class Load:
         before = self._cpu
         if before is not None and cpu is not None and cpu.at - before.at >= _LEAST_SECONDS_TO_JUDGE_LOAD:
             recorder.fact(OTHERS, others_share(before, cpu))
+        began, ended = (None if moment is None else moment.children for moment in (before, cpu))
+        if began is not None and ended is not None and ended > began:
+            recorder.fact(CHILDREN, ended - began)
         for name, was, count in (
             (PAGE_FAULTS, self._disk.page_faults, disk.page_faults),
             (DISK_READ, self._disk.read_bytes, disk.read_bytes),
             (COLLECTIONS, self._runtime.collections, runtime.collections),
             (COMPILED_GRAPHS, self._runtime.compiled_graphs, runtime.compiled_graphs),
+            (CACHED_GRAPHS, self._runtime.cached_graphs, runtime.cached_graphs),
         ):
             if was is not None and count is not None and count >= was:  # some counters can be reset
                 recorder.fact(name, count - was)

@@ -18,6 +18,7 @@ from sigmascope.monitor.guard import Guard, as_json, log_quietly
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory
 from sigmascope.probes import Accelerator, AllocatorBytes, Reading
 from sigmascope.probes.nvml import GPU_ACTIVITY, MAX_HZ, SHORTEST_PERIOD_SECONDS, ActivityReading, GpuActivity
+from sigmascope.probes.processor import STANDSTILL
 from sigmascope.probes.processor_clock import ProcessorClock, processor_clock
 from sigmascope.probes.reading import describe
 from sigmascope.records.performance import (
@@ -433,7 +434,17 @@ class Sampler:
         self._stop, self._running = stop, thread
 
     def _watch(self, stop: threading.Event) -> None:
-        while not stop.wait(self._period_seconds()):
+        try:
+            self._sample_until(stop)
+        finally:
+            STANDSTILL.look_no_more()
+
+    def _sample_until(self, stop: threading.Event) -> None:
+        period = self._period_seconds()
+        STANDSTILL.look(period)
+        while not stop.wait(period):
+            period = self._period_seconds()
+            STANDSTILL.look(period)
             for client in list(self._clients):
                 try:
                     client.sample()

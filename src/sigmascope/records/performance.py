@@ -27,12 +27,18 @@ BENCHMARK: Final = "benchmark"
 
 
 OTHERS: Final = "others_cpu_share"
+CHILDREN: Final = "children_cpu_seconds"
 PAGE_FAULTS: Final = "major_page_faults"
 DISK_READ: Final = "disk_read_bytes"
 COLLECTIONS: Final = "full_collections"
 COMPILED_GRAPHS: Final = "compiled_graphs"
+CACHED_GRAPHS: Final = "cached_graphs"
 """Facts of a run: how often the process had to wait for a page of memory from a disk, and what it read from disks."""
 """Of what it notes: the share of all processor threads that other programs used meanwhile, 0 to 1."""
+
+
+COMPILATIONS: Final = "compilations"
+"""The fact of a generation that holds its `Compilations`."""
 
 
 PROCESSOR: Final = "processor"
@@ -337,6 +343,7 @@ class ProcessorUse:
         own_seconds: Processor time of the process, all of its threads, whatever they worked at.
         waited_seconds: How long the thread of the stage was ready to run and had no processor. None: not known, as all below.
         throttled_seconds: How long a quota held the process's control group back.
+        stopped_seconds: How long none of its threads could run at all, though they waited for no processor: it was stopped, or frozen.
         minor_faults: Pages of memory that were given out, or found in memory.
         major_faults: Pages that had to be read from a disk.
     """
@@ -344,6 +351,7 @@ class ProcessorUse:
     own_seconds: float
     waited_seconds: float | None = None
     throttled_seconds: float | None = None
+    stopped_seconds: float | None = None
     minor_faults: int | None = None
     major_faults: int | None = None
 
@@ -357,6 +365,36 @@ def processor_use_of(facts: Mapping[str, Any]) -> ProcessorUse | None:
     if "own_seconds" not in kept:
         return None
     return ProcessorUse(**{entry.name: kept.get(entry.name) for entry in fields(ProcessorUse)})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Compilations:
+    """What torch.compile did during a generation.
+
+    Attributes:
+        count: How many graphs it compiled, or took from its cache.
+        seconds: What that took together.
+        why: Why functions were compiled again, the most frequent reasons; nothing for those compiled for the first time.
+        from_cache: How many graphs inductor's cache on disk held.
+        not_in_cache: How many it did not.
+        gave_up: Whether a function had been compiled as often as is allowed, so that from now on it runs as written.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    why: tuple[str, ...] = ()
+    from_cache: int = 0
+    not_in_cache: int = 0
+    gave_up: bool = False
+
+
+def compilations_of(facts: Mapping[str, Any]) -> Compilations | None:
+    """What torch.compile did in a generation, of its facts; None where that is not recorded."""
+    noted = facts.get(COMPILATIONS)
+    try:
+        return None if noted is None else from_plain(noted, Compilations, COMPILATIONS)
+    except ValueError:  # facts that somebody changed by hand
+        return None
 
 
 def others_of(facts: Mapping[str, Any]) -> float | None:

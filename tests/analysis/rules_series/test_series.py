@@ -202,10 +202,10 @@ def test_memory_that_grows_is_said_beside_steps_that_become_slower() -> None:
 @pytest.mark.parametrize("slow", [1, 2, 3])
 def test_generations_that_waited_at_the_end_alone_are_no_jump(slow: int) -> None:
     """Another program came for the last ones: each waited for most of what it took longer."""
-    calm = [generation(5.0 * at, [0.4] * 8, waited_seconds=0.0) for at in range(9 - slow)]
-    late = [generation(5.0 * at, [0.9] * 8, waited_seconds=4.2) for at in range(9 - slow, 9)]
+    calm = [generation(8.0 * at, [0.4] * 8, waited_seconds=0.0) for at in range(9 - slow)]
+    late = [generation(8.0 * at, [0.9] * 8, waited_seconds=4.2) for at in range(9 - slow, 9)]
     assert "series.slows_down" not in found(series(*calm, *late))
-    own = [generation(5.0 * at, [0.9] * 8, waited_seconds=0.2) for at in range(9 - slow, 9)]
+    own = [generation(8.0 * at, [0.9] * 8, waited_seconds=0.2) for at in range(9 - slow, 9)]
     assert ("series.slows_down" in found(series(*calm, *own))) == (slow > 1)
 
 

@@ -234,9 +234,11 @@ def test_the_alpha_of_a_check_reaches_its_first_sentence() -> None:
     assert bold.startswith("1.09 × as long (1.02 s → 1.11 s)")
 
 
-def beside_others(seconds: float, own: float, waited: float | None, **facts: float) -> Run:
+def beside_others(
+    seconds: float, own: float, waited: float | None, stopped: float = 0.0, **facts: float
+) -> Run:
     made = run([seconds / 4] * 4, other=0.0)
-    use = {"own_seconds": own, "waited_seconds": waited, "throttled_seconds": 0.0}
+    use = {"own_seconds": own, "waited_seconds": waited, "throttled_seconds": 0.0, "stopped_seconds": stopped}
     stages = tuple(replace(stage, facts={"processor": use}) for stage in made.stages[:1])
     return replace(made, stages=stages, facts={"processor": use, **facts})
 
@@ -255,6 +257,15 @@ def test_a_busy_machine_is_not_blamed_on_the_run() -> None:
         "denoising",
         "denoising step",
     }
+
+
+def test_a_process_that_was_stopped_is_not_blamed_on_the_run() -> None:
+    before, now = beside_others(2.0, 3.9, 0.1), beside_others(12.0, 3.9, 0.1, 10.0, others_cpu_share=0.02)
+    assert what_changed([now], [before]).headline == (
+        "The times are not comparable: the process was stopped for 84 % of its time; no other program ran. Its own processor "
+        "time is as before: 3.90 s → 3.90 s."
+    )
+    assert "the process before was stopped for 84 % of its time;" in what_changed([before], [now]).headline
 
 
 def test_what_waited_is_not_comparable_even_where_the_clock_shows_no_change() -> None:

@@ -108,3 +108,49 @@ def test_embeddings_that_stay_when_they_are_unloaded() -> None:
         pipe.load_textual_inversion(learned, token="<s0>", text_encoder=encoder, tokenizer=tokenizer)
     pipe.unload_textual_inversion()
     assert "text_encoder_2 weights " in first_sentence(watched(pipe, "sdxl"), before)
+
+
+def test_a_scheduler_that_draws_beside_the_generator_that_the_call_gives() -> None:
+    """diffusers 13678: stochastic sampling of flows draws from PyTorch's own generator, whatever the call was given."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe, sides = make_pipeline("sd3"), []
+    for is_stochastic in (True, False):
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(
+            pipe.scheduler.config, stochastic_sampling=is_stochastic
+        )
+        sides.append([watched(pipe, "sd3") for _ in range(2)])
+    assert first_sentence(*reversed(sides[0])).startswith(
+        "The outputs differ from the latent of denoising on: global generator state cpu "
+    )
+    assert "global generator" not in what_changed(sides[1][1:], sides[1][:1]).headline
+    assert sides[1][0].stages[0].facts["recipe"]["global_states"] == {}
+
+
+def test_a_seed_that_was_set_once_for_several_calls(pipe: Any) -> None:
+    """Without a generator each call goes on where the last one ended."""
+    sides = []
+    for is_set in (True, False, True):
+        if is_set:
+            torch.manual_seed(7)
+        with sigmascope.watch(pipe) as watching, torch.no_grad():
+            pipe("hello", num_inference_steps=1, height=32, width=32, output_type="pt")
+        sides.append(watching.record())
+    assert "on: global generator state cpu " in first_sentence(sides[1], sides[0])
+    assert "global" not in what_changed([sides[2]], [sides[0]]).headline
+
+
+def test_an_element_of_a_weight_that_no_fingerprint_looks_at(pipe: Any) -> None:
+    """A fingerprint takes 64 elements of each weight: of a change to another one it says that it was not looked at."""
+    before, weight = watched(pipe), pipe.unet.conv_in.weight
+    fingerprint = before.stages[0].facts["recipe"]["models"]["unet"]
+    with torch.no_grad():
+        for place in range(weight.numel()):
+            weight.view(-1)[place] += 1.0
+            now = watched(pipe)
+            if now.stages[0].facts["recipe"]["models"]["unet"] == fingerprint:
+                break
+            weight.view(-1)[place] -= 1.0
+    said = first_sentence(now, before)
+    assert "nothing in the recipe explains it" in said
+    assert "more than 64 values of each weight" in said

@@ -3,12 +3,14 @@
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sigmascope.probes.processor import (
     ProcessorMoment,
+    Standstill,
     processor_moment,
     processor_use,
     statistics_of_group,
@@ -70,6 +72,73 @@ def test_what_is_not_known_has_its_reason() -> None:
     use, unavailable = processor_use(before, after)
     assert (use.own_seconds, use.throttled_seconds, use.minor_faults, use.major_faults) == (2.5, 0.25, 4, 1)
     assert (use.waited_seconds, unavailable) == (None, {"waited_seconds": "no schedstat"})
+
+
+def moment(
+    at: float,
+    *,
+    own: float = 0.0,
+    waited: float = 0.0,
+    throttled: float = 0.0,
+    read: int = 0,
+    thread: int = 7,
+) -> ProcessorMoment:
+    """Counts up to a second."""
+    nanoseconds = [round(1e9 * seconds) for seconds in (own, waited, throttled, at)]
+    counts = (Reading(nanoseconds[1]), Reading(nanoseconds[2]), Reading(0), Reading(read))
+    return ProcessorMoment(nanoseconds[0], thread, *counts, at_ns=nanoseconds[3])
+
+
+@pytest.mark.parametrize(
+    ("after", "stopped"),
+    [
+        pytest.param(moment(30.0, own=0.1), 29.7, id="nothing ran: it was stopped"),
+        pytest.param(moment(30.0, own=20.0), 0.0, id="another thread kept the interpreter and worked"),
+        pytest.param(moment(30.0, waited=29.0), 0.0, id="it had no processor"),
+        pytest.param(moment(30.0, throttled=29.0), 0.0, id="its quota was used up"),
+        pytest.param(moment(30.0, read=5000), 0.0, id="pages came from a disk"),
+        pytest.param(moment(0.9), 0.0, id="a short while is nothing"),
+    ],
+)
+def test_a_process_that_was_stopped_is_told_from_one_that_worked_or_waited(
+    after: ProcessorMoment, stopped: float
+) -> None:
+    looks = [moment(0.1), moment(0.2), after]
+    seen = Standstill(lambda: looks.pop(0))
+    for _ in range(3):
+        seen.look()
+    assert seen.nanoseconds / 1e9 == pytest.approx(stopped)
+
+
+def test_a_thread_that_looks_seldom_is_not_late() -> None:
+    looks = [moment(0.0), moment(5.0), moment(10.0), moment(35.0)]
+    seen = Standstill(lambda: looks.pop(0))
+    for _ in range(3):
+        seen.look(5.0)
+    assert seen.nanoseconds == 0
+    seen.look(5.0)
+    assert seen.nanoseconds / 1e9 == pytest.approx(20.0)
+
+
+def test_a_stop_is_counted_once_whichever_thread_is_woken_first() -> None:
+    looks = [moment(0.1), moment(30.3)]
+    seen = Standstill(lambda: looks.pop(0))
+    seen.look()
+    seen.is_there(moment(30.2, thread=8))
+    seen.look()
+    assert seen.nanoseconds / 1e9 == pytest.approx(30.1)
+    seen.look_no_more()
+    seen.is_there(moment(99.0, thread=8))  # nobody has looked meanwhile
+    assert seen.nanoseconds / 1e9 == pytest.approx(30.1)
+
+
+def test_whether_it_was_stopped_is_unknown_where_nobody_looked() -> None:
+    before, after = moment(1.0), moment(9.0)
+    use, why_not = processor_use(before, after)
+    assert (use.stopped_seconds, list(why_not)) == (None, ["stopped_seconds"])
+    seen = replace(after, looks=80, stopped_ns=5 * 10**9)
+    assert processor_use(before, seen)[0].stopped_seconds == 5.0
+    assert processor_use(before, moment(1.5))[0].stopped_seconds == 0.0
 
 
 def _burn(seconds: float) -> None:

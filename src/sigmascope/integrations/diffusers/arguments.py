@@ -18,6 +18,7 @@ from xxhash import xxh3_64_hexdigest
 
 from sigmascope.files import CELL, is_cell
 from sigmascope.integrations.diffusers.pictures import told_apart
+from sigmascope.probes.accelerators import is_capturing
 from sigmascope.records.prompts import is_choice
 from sigmascope.records.run import CallFacts
 
@@ -323,9 +324,25 @@ def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
 
 def states_of(arguments: Mapping[str, Any]) -> list[str]:
     """The hash of each generator's state: one that has drawn before gives other noise than its seed says."""
-    return [
-        xxh3_64_hexdigest(generator.get_state().numpy().tobytes()) for generator in _generators(arguments)
-    ]
+    return [*map(_state_of, _generators(arguments))]
+
+
+def _state_of(generator: torch.Generator) -> str:
+    return xxh3_64_hexdigest(generator.get_state().numpy().tobytes())
+
+
+def global_states_of(arguments: Mapping[str, Any]) -> dict[str, str] | None:
+    """The hash of the state of each generator that PyTorch draws from where it is given none, by its device.
+
+    None where they tell nothing: the call was given one of them, or neither the call nor PyTorch was given a seed.
+    """
+    given, own = _generators(arguments), {"cpu": torch.default_generator}
+    if not is_capturing("cuda"):  # without generators until it is in use
+        own |= {f"cuda:{index}": held for index, held in enumerate(torch.cuda.default_generators)}
+    is_given = any(one is held for one in given for held in own.values())
+    if is_given or not (given or torch.initial_seed() != _UNSEEDED):
+        return None
+    return {device: _state_of(generator) for device, generator in own.items()}
 
 
 def generator_devices_of(arguments: Mapping[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Final
 from torch import Tensor, is_grad_enabled, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from sigmascope.integrations.diffusers.arguments import global_states_of
 from sigmascope.integrations.diffusers.components import (
     ENCODING_STAGE,
     VAE_STAGES,
@@ -235,6 +236,7 @@ class OwnGeneration:
         pictures: How many were decoded.
         parts: What works in it, by name.
         switches: PyTorch's, as they were when it began to denoise.
+        global_states: Of PyTorch's own generators, when it began; None: they tell nothing.
     """
 
     stage: LiveStage
@@ -264,6 +266,7 @@ class OwnGeneration:
     pictures: int | None = None
     parts: "dict[str, weakref.ref[Any]]" = field(default_factory=dict)
     switches: Mapping[str, str] | None = None
+    global_states: Mapping[str, str] | None = None
 
     def uses(self, name: str, part: object) -> str:
         """Note a part and give its name; another one of the same kind gets a number."""
@@ -753,7 +756,8 @@ class OwnLoopObserver(Observer):
     # The generation
 
     def _begin(self, stack: StageStack) -> OwnGeneration:
-        own = OwnGeneration(stack.enter(GENERATION))
+        global_states = self.guard.read("watch.own_loops", lambda: global_states_of({}))
+        own = OwnGeneration(stack.enter(GENERATION), global_states=global_states)
         stack.size, stack.most_calls_a_step = None, 0
         stack.runs.clear()
         stack.loop = own
@@ -821,7 +825,9 @@ class OwnLoopObserver(Observer):
         self.session.recorder.settle()
         read(
             "watch.recipe",
-            lambda: calls._tell_recipe(stage, OwnParts(parts), seen, [], why_not, own.switches),
+            lambda: calls._tell_recipe(
+                stage, OwnParts(parts), seen, [], why_not, own.switches, own.global_states
+            ),
         )
 
 

@@ -9,7 +9,7 @@ schedule is set, and when the scheduler has made a step. When a denoising is ove
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -21,6 +21,7 @@ from sigmascope.integrations.diffusers.arguments import (
     call_facts,
     generator_devices_of,
     given_arguments,
+    global_states_of,
     named_arguments,
     other_arguments,
     seeds_of,
@@ -58,9 +59,11 @@ from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
 from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import LiveStage
+from sigmascope.probes.compilations import compilations_since
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.model_fingerprints import begin_combined_fingerprint, told
 from sigmascope.probes.reading import Reading
+from sigmascope.records.performance import COMPILATIONS
 from sigmascope.records.prompts import stored_prompts, texts_of_call
 from sigmascope.records.run import IDLE_LORAS, RECIPE, THUMBNAIL, CallFacts, PipelineFacts
 
@@ -102,6 +105,7 @@ class CallObserver(Observer):
             call = guard.read("watch.call", lambda: call_facts(arguments))
             prompts = guard.read("watch.prompts", lambda: texts_of_call(arguments))
             states = guard.read("watch.call", lambda: states_of(arguments))
+            global_states = guard.read("watch.call", lambda: global_states_of(arguments))
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             outside.end_denoising()
@@ -151,7 +155,9 @@ class CallObserver(Observer):
                 guard.read("watch.request", lambda: tell_request(stage, session.recorder.clock))
             session.recorder.settle()
             seen_in_call = seen_in(stack, arguments, facts or PipelineFacts("unknown"))
-            self._tell_recipe(stage, pipeline, seen_in_call, states or [], why_not)
+            self._tell_recipe(
+                stage, pipeline, seen_in_call, states or [], why_not, global_states=global_states
+            )
 
         return after
 
@@ -188,6 +194,7 @@ class CallObserver(Observer):
         states: list[str],
         why_not: str | None,
         switches: Mapping[str, str] | None = None,
+        global_states: Mapping[str, str] | None = None,
     ) -> None:
         """Put the recipe on the call's stage, and hand the stage over once it is there.
 
@@ -198,8 +205,14 @@ class CallObserver(Observer):
             states: Of the generators, before the call.
             why_not: Why no weights are read; None: they are.
             switches: PyTorch's, as they were in the call; None: as they are.
+            global_states: Of PyTorch's own generators, before the call; None: they tell nothing.
         """
         read, arguments = self.guard.read, seen_in_call.arguments
+        compiled = compilations_since(self.session.recorder.clock() - stage.started_ns)
+        if compiled.value is not None:
+            stage.fact(COMPILATIONS, asdict(compiled.value))
+        elif compiled.reason is not None:
+            stage.missing(COMPILATIONS, compiled.reason)
         others = read("watch.recipe", lambda: other_arguments(arguments))
         seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
         loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
@@ -219,6 +232,8 @@ class CallObserver(Observer):
         recipe |= {"generator_states": states} if states else {}
         devices = read("watch.recipe", lambda: generator_devices_of(arguments))
         recipe |= {"generator_devices": devices} if devices else {}
+        drawn = read("watch.recipe", lambda: _drawn_from(global_states, arguments))
+        recipe |= {} if drawn is None else {"global_states": drawn}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
         idle = read("watch.lora", lambda: begin_idle_lora_findings(pipeline, loras or {}, seen_in_call))
         scales = read("watch.lora", lambda: scales_of_call(pipeline, seen_in_call)) or {}
@@ -269,6 +284,14 @@ class CallObserver(Observer):
                     for name, prompt in kept.items()
                 },
             )
+
+
+def _drawn_from(before: Mapping[str, str] | None, arguments: Mapping[str, Any]) -> dict[str, str] | None:
+    """The states that those of PyTorch's own generators had from which the call drew; None: that is not known."""
+    now = None if before is None else global_states_of(arguments)
+    if before is None or now is None:
+        return None
+    return {device: state for device, state in before.items() if now.get(device) != state}
 
 
 def _have_arrived(contents: Sequence[Pending[Any]]) -> bool:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
+from sigmascope.analysis.recipe import DYNAMIC
 from sigmascope.integrations.diffusers.arguments import place_of
 from sigmascope.integrations.diffusers.recipe import models_in
 from sigmascope.probes.models import components_of
@@ -157,6 +158,7 @@ def surroundings_of(pipeline: object, switches: Mapping[str, str] | None = None)
     )
     for name, module in models.items():
         found |= attempt(lambda name=name, module=module: dict(_of_model(name, module))).value or {}  # type: ignore[misc]
+    found |= attempt(lambda: dict(_of_compilers(pipeline, models))).value or {}
     found |= attempt(lambda: dict(_of_tokenizers(pipeline))).value or {}
     found |= attempt(lambda: dict(_of_parts(pipeline))).value or {}
     found |= attempt(lambda: dict(_of_pipeline(pipeline))).value or {}
@@ -210,6 +212,31 @@ def _of_model(name: str, model: nn.Module) -> Iterator[tuple[str, str]]:
     ):
         yield f"{name} {what}", _in_words(counts)
     yield from _of_modules(name, tree)
+
+
+def _of_compilers(pipeline: object, models: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """Whether what is compiled was asked for graphs of all sizes (True), of one (False), or of those that come (automatic)."""
+    parts = components_of(pipeline) or {"denoiser": pipeline}
+    for name, model in models.items():
+        tree = tree_of(model)
+        own = (tree.modules[place]._compiled_call_impl for place in tree.holding("_compiled_call_impl"))
+        compilers = [*own, parts.get(name)]
+        asked = {str(context._dynamic) for held in compilers if (context := _compiler_of(held)) is not None}
+        if asked:
+            yield f"{name}{DYNAMIC}", ", ".join(sorted(asked)).replace("None", "automatic")
+
+
+def _compiler_of(held: object) -> Any:
+    """What torch.compile keeps of how it was asked to compile something; None: it did not make that."""
+    context = getattr(held, "dynamo_ctx", None)
+    if context is None:  # the function that it made tells its configuration, and holds all of it for that
+        cells = (
+            getattr(vars(held).get("get_compiler_config"), "__closure__", None)
+            if hasattr(held, "__dict__")
+            else None
+        )
+        context = next((cell.cell_contents for cell in cells or ()), None)
+    return context if hasattr(context, "_dynamic") else None
 
 
 def _in_plain_words(settings: object) -> str:
