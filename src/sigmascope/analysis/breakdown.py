@@ -663,12 +663,12 @@ def _stays_and_each(run: Run, where: str) -> str:
     if not known_use:
         return ""
     stays, added = (median(values) for values in zip(*known_use, strict=True))
-    each = f"each of {len(known_use)} generations" if len(known_use) > 1 else "the generation"
-    if len(known_use) == 1 < len(generations):
-        each = f"one of {len(generations)} generations"
-    return (
-        f"; {units.format_size(int(stays))} of it stays in use, {each} adds {units.format_size(int(added))}"
-    )
+    count, total, size = len(known_use), len(generations), units.format_size(int(added))
+    if count < total:
+        each = f"{'one' if count == 1 else count} of {total} generations {'adds' if count == 1 else 'add'} {size}"
+    else:
+        each = f"{f'each of {total} generations' if total > 1 else 'the generation'} adds {size}"
+    return f"; {units.format_size(int(stays))} of it stays in use, {each}"
 
 
 def _generations(run: Run) -> list[Stage]:

@@ -182,11 +182,13 @@ def compilations_in(case: Case) -> Compilations | None:
 def compiles(case: Case, role: Role) -> bool:
     """Whether torch.compile compiled something of this role during a generation; where that is not recorded, whether it may have."""
     components = {} if case.pipeline is None else case.pipeline.components
-    is_meant = any(part.compiled for part in case.components(role).values())
+    compiled = {part.role for part in components.values() if part.compiled}
+    # A denoiser of one's own, and a ControlNet, are "other".
+    is_meant = role in compiled or (role == "denoiser" and "other" in compiled)
     noted = compilations_in(case)
     if noted is None:
         return is_meant
-    return noted.count > 0 and (is_meant or not any(part.compiled for part in components.values()))
+    return noted.count > 0 and (is_meant or not compiled)
 
 
 def most_at_once(stages: Iterable[Stage]) -> int:

@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.analysis.faulty_runs import weights
+from tests.analysis.faulty_runs import component, pipeline, weights
 from tests.analysis.series import found, generation, series
 
 from sigmascope.analysis.breakdown import headline
 from sigmascope.records.run import Run, Stage, TensorFacts
+from sigmascope.records.serialization import to_plain
 
 
 def with_facts(stage: Stage, **facts: Any) -> Stage:
@@ -89,7 +90,9 @@ def test_sizes_that_one_graph_serves_are_not_said_to_be_compiled() -> None:
 def test_no_advice_is_given_that_was_followed() -> None:
     """pytorch 104913 and 150702: each size compiles, though all were asked for (dynamic=True)."""
     recipe = {"surroundings": {"transformer dynamic shapes": "True"}}
-    told = found(series(*(with_facts(compiled(20.0 * i, SLOW, 512 + 64 * i, 1), recipe=recipe) for i in range(3))))
+    told = found(
+        series(*(with_facts(compiled(20.0 * i, SLOW, 512 + 64 * i, 1), recipe=recipe) for i in range(3)))
+    )
     advice = str(told["series.first_steps_recur"].advice)
     assert advice.startswith("dynamic=True was asked for, and something in the model fixes a size")
 
@@ -103,6 +106,17 @@ def test_what_torch_says_of_a_compilation_is_told_where_nothing_else_explains_it
 def test_a_slow_first_step_in_which_nothing_was_compiled_is_not_blamed_on_the_compiler() -> None:
     told = found(series(*(compiled(20.0 * i, SLOW, 512 + 64 * i, 0) for i in range(3))))
     assert "each new height (512, 576, 640) costs it again" in told["series.first_steps_recur"].message
+
+
+@pytest.mark.parametrize(("role", "is_blamed"), [("denoiser", True), ("other", True), ("vae", False)])
+def test_a_first_step_is_blamed_on_the_compiling_of_what_works_in_it(role: str, is_blamed: bool) -> None:
+    """A denoiser of one's own has no role that is known; a VAE works in no step."""
+    made = to_plain(pipeline(transformer=component("denoiser"), part=component(role, compiled=True)))
+    noted = {"count": 2, "seconds": 8.0, "from_cache": 0, "not_in_cache": 2}
+    run = series(with_facts(generation(0.0, SLOW), pipeline=made, compilations=noted))
+    told = found(run)["time.first_step_compiles"].message
+    because = ", because torch.compile compiles in it (0 of 2 graphs from its cache)."
+    assert told.endswith(because if is_blamed else "the others 300 ms.")
 
 
 def test_a_function_that_is_compiled_no_more_is_said_before_all_else() -> None:
