@@ -130,6 +130,51 @@ def test_share_and_noise_are_those_of_the_gguf_package(tmp_path: Path, kind: str
     assert (found.share, found.noise) == pytest.approx((share, noise), rel=0.01)
 
 
+def by_bitsandbytes(numbers: Tensor, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """4 bits as in QLoRA: the largest magnitude of 64 numbers, those of 256 blocks less their mean in 8 bits (section 3)."""
+    values = torch.linspace(-1, 1, 16).pow(3)
+    blocks = numbers.reshape(-1, 64)
+    largest = blocks.abs().amax(1)
+    places = (blocks[..., None] / largest[:, None, None] - values).abs().argmin(-1)
+    facts: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": [*numbers.shape]}
+    state = {"absmax": largest}
+    if nested:
+        coarse_values, mean = torch.linspace(-1, 1, 256), largest.mean()
+        rest = (largest - mean).reshape(-1, 256)
+        peaks = rest.abs().amax(1, keepdim=True)
+        coarse = (rest[..., None] / peaks[..., None] - coarse_values).abs().argmin(-1)
+        largest = (coarse_values[coarse] * peaks).flatten() + mean
+        state = {
+            "absmax": coarse.flatten().to(torch.uint8),
+            "nested_absmax": peaks.flatten(),
+            "nested_quant_map": coarse_values,
+        }
+        facts |= {"nested_blocksize": 256, "nested_offset": float(mean)}
+    codes = places.to(torch.uint8).reshape(-1, 2)
+    state |= {
+        "quant_map": values,
+        "quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8),
+    }
+    stored = {f"{KEY}.weight.{end}": part for end, part in state.items()}
+    packed = (codes[:, 0] << 4 | codes[:, 1])[:, None]
+    return {f"{KEY}.weight": packed, **stored}, (values[places] * largest[:, None]).reshape(numbers.shape)
+
+
+@pytest.mark.parametrize("relative", [0.01, 0.05])
+@pytest.mark.parametrize("nested", [False, True])
+def test_share_and_noise_are_those_of_bitsandbytes_arithmetic(
+    tmp_path: Path, nested: bool, relative: float
+) -> None:
+    """Magnitudes in 8 bits lose a change below half a step once more: the noise seemed twice as large as it is."""
+    state, numbers = by_bitsandbytes(weight_with_outliers(256), nested=nested)
+    save_file(state, tmp_path / "base.safetensors")
+    up, down = change_of(numbers, relative)
+    found = arriving(tmp_path, tmp_path / "base.safetensors", (up, down)).overall
+    share, noise = figures(by_bitsandbytes(numbers + up @ down, nested=nested)[1] - numbers, up @ down)
+    assert found.share == pytest.approx(share, rel=0.01, abs=1e-4)
+    assert found.noise == pytest.approx(noise, rel=0.01)
+
+
 @pytest.mark.parametrize("strength", [1.0, -2.0])
 def test_plain_fp8_is_rounded_to_the_nearest(tmp_path: Path, strength: float) -> None:
     numbers = weight_with_outliers(256).to(torch.float8_e4m3fn)
