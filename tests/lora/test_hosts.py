@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxPipeline
+from diffusers.loaders.lora_pipeline import MiniMaxH3LoraLoaderMixin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -251,6 +252,80 @@ def test_a_header_that_cannot_be_read_leaves_the_strength_unknown(tmp_path: Path
     assert reading.strengths is None
     assert "not valid JSON" in reading.unavailable["strengths"]
     assert rounded(of_host(kohya, "comfyui")) == (4, {1.0: 4})
+
+
+def test_an_alpha_in_the_header_alone_is_told(tmp_path: Path) -> None:
+    """MiniMax H3 Turbo says alpha 8 at rank 128 (sgl-project/sglang 35952), which diffusers reads for that model alone."""
+    path = tmp_path / "turbo.safetensors"
+    factors = {"lora_A.weight": torch.ones(128, 16), "lora_B.weight": torch.ones(16, 128)}
+    state = {f"transformer.transformer_blocks.0.attn.to_q.{end}": value for end, value in factors.items()}
+    save_file(state, path, metadata={"alpha": "8", "rank": "128"})
+    _, config = MiniMaxH3LoraLoaderMixin.lora_state_dict(path, return_lora_metadata=True)
+    finding = next(one for one in inspect_lora(path).findings if one.id == "lora_alpha_unread")
+    assert finding.evidence["strength"] == config["transformer.lora_alpha"] / config["transformer.r"]
+    assert "alpha 8 for rank 128, which is strength 0.0625" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("header", "strength"),
+    [
+        ({"lora_alpha": "64", "lora_rank": "16"}, 4.0),
+        ({"ss_network_alpha": "1.0"}, 0.25),
+        ({"network_alpha": "8", "network_dim": "8"}, None),  # of the file before it was resized
+        ({"alpha": "4"}, None),
+        ({"alpha": "0.5", "network_alpha": "Dynamic"}, 0.125),
+        ({"alpha": "nan", "lora_alpha": "none", "ss_network_alpha": "-1"}, None),
+        ({"alpha": "16", METADATA: json.dumps({"transformer.r": 4, "transformer.lora_alpha": 4})}, None),
+    ],
+)
+def test_an_alpha_that_says_nothing_else_is_not_told(
+    header: dict[str, str], strength: float | None, tmp_path: Path
+) -> None:
+    factors = {"lora_A.weight": torch.ones(4, 16), "lora_B.weight": torch.ones(16, 4)}
+    state = {f"transformer.transformer_blocks.0.attn.to_q.{end}": value for end, value in factors.items()}
+    save_file(state, tmp_path / "lora.safetensors", metadata=header)
+    told = [
+        one for one in inspect_lora(tmp_path / "lora.safetensors").findings if one.id == "lora_alpha_unread"
+    ]
+    assert [one.evidence["strength"] for one in told] == ([] if strength is None else [strength])
+
+
+def test_an_alpha_beside_the_factors_is_read_and_not_told(tmp_path: Path) -> None:
+    name = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+    state = {f"{name}.lora_up.weight": torch.ones(16, 4), f"{name}.lora_down.weight": torch.ones(4, 16)}
+    path = tmp_path / "lora.safetensors"
+    save_file(state | {f"{name}.alpha": torch.tensor(1.0)}, path, metadata={"ss_network_alpha": "1.0"})
+    assert "lora_alpha_unread" not in [finding.id for finding in inspect_lora(path).findings]
+
+
+def test_a_name_that_no_u_net_has_is_unknown_to_hosts(tmp_path: Path) -> None:
+    """It was counted among those that they take."""
+    state = {
+        f"lora_unet_{block}_attentions_0_transformer_blocks_0_attn2_to_k.{end}": value
+        for block in ("mid_block", "mid_blocks")
+        for end, value in (("lora_up.weight", torch.ones(1280, 2)), ("lora_down.weight", torch.ones(2, 768)))
+    }
+    save_file(state, tmp_path / "odd.safetensors")
+    for reading in host_readings(tmp_path / "odd.safetensors"):
+        assert reading.taken is None
+        assert "lora_unet_mid_blocks_attentions_0" in reading.unavailable["taken"]
+
+
+def test_a_family_without_a_loader_is_said_only_of_its_own_names(tmp_path: Path) -> None:
+    """Of MiniMax H3's layers PixArt has the feed-forward ones, and its pipelines load no LoRA; those of MiniMax H3 do."""
+    state = {
+        f"diffusion_model.blocks.0.{layer}.{end}": value
+        for layer, out, inner in (
+            ("attn.qkv_proj", 48, 16),
+            ("attn.out_proj", 16, 16),
+            ("mlp.fc1", 64, 16),
+            ("mlp.fc2", 16, 64),
+        )
+        for end, value in (("lora_A.weight", torch.ones(2, inner)), ("lora_B.weight", torch.ones(out, 2)))
+    }
+    save_file(state, tmp_path / "h3.safetensors")
+    reading = of_host(tmp_path / "h3.safetensors")
+    assert (reading.taken, reading.unavailable.get("loader")) == (None, None)
 
 
 def test_inspect_ends_with_what_hosts_make_of_the_file(pipelines: Pipelines, save: Save) -> None:

@@ -103,16 +103,26 @@ _KEY: Final = re.compile(
     r")"
 )
 _XLABS: Final = re.compile(
-    r"(.*double_blocks\.\d+|.*single_blocks\.\d+)\.processor\.((?:qkv|proj)_lora[12]|proj_lora)\.(?:up|down)\.weight"
+    r"(?P<start>.*?)(?P<list>double|single)_blocks\.(?P<number>\d+)\.processor\.(?P<layer>\w+_lora[12]?)\.(?:up|down)\.weight"
 )
 """XLabs' trainer names FLUX' layers by its attention processors: 1 is the picture's, 2 the text's."""
 _OF_XLABS: Final = {
-    "qkv_lora1": "img_attn.qkv",
-    "proj_lora1": "img_attn.proj",
-    "qkv_lora2": "txt_attn.qkv",
-    "proj_lora2": "txt_attn.proj",
-    "proj_lora": "linear2",
+    ("double", "qkv_lora1"): "double_blocks.#.img_attn.qkv",
+    ("double", "proj_lora1"): "double_blocks.#.img_attn.proj",
+    ("double", "qkv_lora2"): "double_blocks.#.txt_attn.qkv",
+    ("double", "proj_lora2"): "double_blocks.#.txt_attn.proj",
+    ("single", "proj_lora"): "single_blocks.#.linear2",
 }
+_BESIDE_SINGLE_QKV: Final = {
+    ("double", "qkv_lora1"): "transformer_blocks.#.attn.to_qkv",
+    ("double", "proj_lora1"): "transformer_blocks.#.attn.to_out.0",
+    ("double", "qkv_lora2"): "transformer_blocks.#.attn.to_added_qkv",
+    ("double", "proj_lora2"): "transformer_blocks.#.attn.to_add_out",
+    ("single", "qkv_lora"): "single_transformer_blocks.#.attn.to_qkv",
+    ("single", "proj_lora"): "single_transformer_blocks.#.proj_out",
+}
+"""The same in a file that changes query, key and value of single blocks: the original model has no matrix of these alone."""
+_SINGLE_QKV: Final = ".processor.qkv_lora."
 _ROLES: Final = {"lora_A": DOWN, "lora_B": UP, "down": DOWN, "up": UP}
 _GLORA_FACTORS: Final = frozenset({"a1", "a2", "b1", "b2"})
 _KOHYA_FACTORS: Final = frozenset({"lora_up", "lora_down", "lora_mid"})
@@ -158,11 +168,13 @@ class KeyGroups:
         groups: Key by role, for each module.
         unused: Keys that belong to no module.
         by_peft: Whether some key is written as PEFT and diffusers write it, not as kohya does.
+        spelled: How the file's keys begin, by the names of modules that are called otherwise here.
     """
 
     groups: dict[str, dict[str, str]] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     by_peft: bool = False
+    spelled: dict[str, str] = field(default_factory=dict)
 
     @property
     def any_flat(self) -> bool:
@@ -578,6 +590,7 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
     """
     groups, adapters, keys = KeyGroups(), set[str](), list(keys)
     scaled = {key.removesuffix(_ON_INPUT) for key in keys if key.endswith(_ON_INPUT)}
+    layers_of_xlabs = _BESIDE_SINGLE_QKV if any(_SINGLE_QKV in key for key in keys) else _OF_XLABS
     shared: dict[str, str] = {}
     for key in keys:
         _refuse(path, key)
@@ -602,12 +615,10 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
             )
         by_peft = words[0].startswith(_PEFT_ROLES) and words[0] not in _KOHYA_FACTORS
         groups.by_peft |= by_peft or "base_model.model." in match["name"]
-        xlabs = _XLABS.fullmatch(key)
-        name = (
-            _module_name(match["name"], old=match["end"].startswith("_lora."))
-            if xlabs is None
-            else f"{xlabs[1]}.{_OF_XLABS[xlabs[2]]}"
-        )
+        layer = _of_xlabs(key, layers_of_xlabs)
+        name = layer or _module_name(match["name"], old=match["end"].startswith("_lora."))
+        if layer is not None:
+            groups.spelled[layer] = key.removesuffix(".weight").rpartition(".")[0]
         group = groups.groups.setdefault(name, {})
         if role in group:
             raise LoraFormatError(f"{path}: {group[role]} and {key} are the same tensor of {name}.")
@@ -615,6 +626,13 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
     _give_shared(groups, shared)
     _set_aside_lone_alphas(groups)
     return groups
+
+
+def _of_xlabs(key: str, layers: Mapping[tuple[str, str], str]) -> str | None:
+    """The module that a key of XLabs' trainer is of; None for any other key."""
+    match = _XLABS.fullmatch(key)
+    layer = None if match is None else layers.get((match["list"], match["layer"]))
+    return None if match is None or layer is None else match["start"] + layer.replace("#", match["number"])
 
 
 def _give_shared(groups: KeyGroups, shared: Mapping[str, str]) -> None:
@@ -687,10 +705,16 @@ def take_whole_modules(groups: KeyGroups, names: Collection[str]) -> None:
 
 
 def _set_aside_lone_alphas(groups: KeyGroups) -> None:
-    """An alpha or magnitude without factors changes nothing."""
+    """An alpha or magnitude without factors changes nothing, unless a flat name has them.
+
+    diffusers' conversion to kohya's names left the dots of its last words in the names of magnitudes (ComfyUI's issue 3494).
+    """
     lone = [name for name, group in groups.groups.items() if group.keys() <= {ALPHA, DORA, MAGNITUDE}]
     for name in lone:
-        groups.unused.extend(groups.groups.pop(name).values())
+        own = groups.groups.pop(name)
+        module = groups.groups.get(name.replace(".", "_"), own)
+        groups.unused.extend(key for role, key in own.items() if role in module)
+        module |= {role: key for role, key in own.items() if role not in module}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from math import isnan, nan
+from math import isfinite, isnan, nan
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -181,7 +182,7 @@ def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
 def readings_and_findings(
     lora: LoraFile, checkpoint: Checkpoint
 ) -> tuple[tuple[HostReading, ...], tuple[Finding, ...]]:
-    """`host_readings` of an open file, and `lora_hosts_differ` if the newest hosts do not apply it alike.
+    """`host_readings` of an open file, `lora_hosts_differ` if the newest hosts do not apply it alike, and `lora_alpha_unread`.
 
     Args:
         lora: As `any_kind_in` gives it.
@@ -189,7 +190,8 @@ def readings_and_findings(
     """
     files = _before_hosts(lora, checkpoint)
     readings = tuple(_reading(file) for file in files)
-    return readings, tuple(_host_findings(readings, files, checkpoint.path))
+    differ = _host_findings(readings, files, checkpoint.path)
+    return readings, (*differ, *_unread_alpha(lora, checkpoint))
 
 
 def _before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[_File, ...]":
@@ -251,6 +253,7 @@ def _judged(
         if not modules:
             raise _Unknown("the file changes no denoiser")
         if file.host.name == "diffusers" and (reason := no_loader(file.family)) is not None:
+            _require_known(modules, file.family)
             return HostReading(title, count, 0, {}, {"loader": reason})
         if not any(row.host == file.host.name for row in file.family.reads):
             unknown_family = file.told.family is None
@@ -346,6 +349,8 @@ def _namings(path: str, family: Family, *, is_flat: bool) -> tuple[str, frozense
     """The path with its dots, and in which of `Reads.naming` it is a layer's name."""
     if family.is_unet:
         dotted = (unflattened_denoiser(path) if is_flat else path) or path
+        if to_sgm(dotted, family.unet_blocks) is None and to_diffusers(dotted, family.unet_blocks) is None:
+            return dotted, frozenset()
         return dotted, frozenset({"original" if dotted.startswith(_SGM) else "diffusers"})
     dotted = (unflattened(path) if is_flat else path) or path
     shown = flat if is_flat else str
@@ -424,9 +429,7 @@ def _diffusers(file: _File) -> tuple[_Module, ...]:
     start, ending = starts.pop(), endings.pop()
     if ending not in _FACTORS:
         raise _Unknown(f"tensors such as those of {modules[0].name} were not measured")
-    for module in modules:
-        if not module.namings:
-            raise _Unknown(f"{module.name} is no known layer of {family.title}")
+    _require_known(modules, family)
     rows = _rows(file.host.name, start, ending, modules, family)
     if not rows:
         return ()
@@ -440,6 +443,12 @@ def _diffusers(file: _File) -> tuple[_Module, ...]:
     if row.width is not None and not all(row.width in module.shape for module in modules):
         raise _Unknown(f"its loader divides such layers at a width of {row.width} only")
     return tuple(module for module in modules if not _diffusers_leaves_out(row, module, family))
+
+
+def _require_known(modules: Sequence[_Module], family: Family) -> None:
+    lost = next((module.name for module in modules if not module.namings), None)
+    if lost is not None:
+        raise _Unknown(f"{lost} is no known layer of {family.title}")
 
 
 def _any_of(layers: str | None, modules: Sequence[_Module]) -> bool:
@@ -619,6 +628,36 @@ def _host_findings(
             second=_in_words(second),
             how=_conversion(files, path),
         )
+
+
+_HEADER_ALPHAS: Final = ("alpha", "lora_alpha", "network_alpha", "ss_network_alpha")
+_HEADER_RANKS: Final = ("rank", "lora_rank", "network_dim", "ss_network_dim")
+"""Fields of headers in which trainers note how a LoRA was trained. Loaders take alphas from tensors, or from PEFT's configuration."""
+
+
+def _unread_alpha(lora: LoraFile, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """That the header alone has the alpha that the LoRA was trained with, as that of MiniMax H3 Turbo (sglang's pull request 35952)."""
+    ranks = Counter(rank for name in lora.modules if (rank := lora.rank_of(name)) is not None)
+    if not ranks or _configs(checkpoint) or any(key.endswith(".alpha") for key in checkpoint):
+        return
+    alpha = _first_number(checkpoint.metadata, _HEADER_ALPHAS)
+    rank = _first_number(checkpoint.metadata, _HEADER_RANKS) or ranks.most_common(1)[0][0]
+    if alpha is not None and alpha != rank and alpha not in ranks:
+        strength = f"{alpha / rank:.3g}"
+        evidence = {"alpha": alpha, "rank": rank, "strength": alpha / rank}
+        yield verdict_finding(
+            "lora_alpha_unread", evidence, alpha=f"{alpha:g}", rank=f"{rank:g}", strength=strength
+        )
+
+
+def _first_number(header: Mapping[str, str], fields: Sequence[str]) -> float | None:
+    """The first of the fields that is a number above 0."""
+    for text in filter(None, map(header.get, fields)):
+        with suppress(ValueError):
+            number = float(text)
+            if isfinite(number) and number > 0:
+                return number
+    return None
 
 
 def _newest(readings: Iterable[HostReading]) -> list[HostReading]:

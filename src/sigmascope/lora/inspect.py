@@ -70,7 +70,8 @@ class LoraInspection:
         unused_keys: Keys that belong to none.
         metadata: The header.
         hosts: What diffusers and ComfyUI make of it.
-        findings: `lora_is_zero` or `lora_alpha_zero` if no module changes anything, `lora_hosts_differ` if hosts differ.
+        findings: `lora_is_zero` or `lora_alpha_zero` if no module changes anything, `lora_hosts_differ` if hosts differ, `lora_alpha_unread` if
+            the header alone has the alpha.
     """
 
     path: Path

@@ -203,6 +203,7 @@ def _read_outline(checkpoint: Checkpoint, infos: tuple[TensorInfo, ...]) -> _Out
     if peeled:
         entries = [replace(entry, name=peeled.get(entry.name, entry.name)) for entry in entries]
     _refuse_twice(checkpoint.path, entries)
+    spelled = {entry.name: groups.spelled[entry.name] for entry in entries if entry.name in groups.spelled}
     return _Outline(
         checkpoint.path,
         infos,
@@ -213,7 +214,7 @@ def _read_outline(checkpoint: Checkpoint, infos: tuple[TensorInfo, ...]) -> _Out
         {entry.name: entry for entry in entries if not entry.is_plain},
         {entry.name: reader.facts(entry) for entry in entries},
         tuple(groups.unused),
-        {name: stored for stored, name in peeled.items()},
+        spelled | {name: groups.spelled.get(stored, stored) for stored, name in peeled.items()},
     )
 
 

@@ -217,6 +217,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_hosts_differ": VerdictRow(
         "warning", "Hosts apply the file differently: {first}; {second}.", "Convert the file{how}."
     ),
+    "lora_alpha_unread": VerdictRow(
+        "warning",
+        "The header has alpha {alpha} for rank {rank}, which is strength {strength}, and no tensor repeats it: hosts apply the LoRA at strength 1.",
+        "If it is too strong or too weak, load it at strength {strength}. Of the header, diffusers reads this for MiniMax H3 alone, ComfyUI never.",
+    ),
     # By how far a change has come on the model.
     "lora_changes_failed": VerdictRow(
         "error",

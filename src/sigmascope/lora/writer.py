@@ -605,8 +605,8 @@ def names_to_keep(
         format: The format to write; the first LoRA's by default.
 
     Returns:
-        None if another format is asked for, if the files differ in format or in a name, or if the format's host takes
-        nothing under such names (PEFT's `base_model.model.`, `lora_transformer_` of a family that ComfyUI has no such names for):
+        None if another format is asked for, if the files differ in format or in a name, if their keys spell other names than
+        these (as XLabs' do), or if the format's host takes nothing under such names (PEFT's `base_model.model.`, `lora_transformer_` of a family that ComfyUI has no such names for):
         the result then gets the format's names.
 
     Raises:
@@ -625,6 +625,8 @@ def names_to_keep(
         for layer, name in sources.items():
             if names.setdefault(layer, name) != name:
                 return None
+    if any(name in lora.stored_names for lora in originals for name in names.values()):
+        return None
     return names
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.lora.adapters import DoraChange
+from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.reader import load_lora, open_lora
 
 peft: Any = pytest.importorskip("peft")
@@ -384,6 +385,26 @@ def test_a_lone_magnitude_is_told_as_unused(file: Path) -> None:
         file,
     )
     assert set(load_lora(file).unused_keys) == {"x.z.dora_scale", "x.w.dora_scale"}
+
+
+def test_what_belongs_to_a_flat_name_is_found_under_a_half_flat_one(file: Path) -> None:
+    """diffusers' conversion to kohya's names leaves dots in those of magnitudes (Comfy-Org/ComfyUI 3494): DoRA was read as LoRA."""
+    start = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1"
+    tensors = pair(f"{start}_to_out_0.lora_up.weight", f"{start}_to_out_0.lora_down.weight")
+    beside = {
+        f"{start}_to_out.0.lora_magnitude_vector": torch.rand(6),
+        f"{start}_to_out.0.alpha": torch.tensor(3.0),
+    }
+    lone = {f"{start}.to_q.lora_magnitude_vector": torch.rand(6)}
+    save_file(tensors | beside | lone, file)
+    lora = load_lora(file)
+    change = lora.changes[f"{start}_to_out_0"]
+    assert isinstance(change, DoraChange)
+    assert change.per_output
+    assert isinstance(change.direction, LoraFactors)
+    assert change.direction.scale == 3.0 / 2
+    torch.testing.assert_close(change.magnitude, beside[f"{start}_to_out.0.lora_magnitude_vector"])
+    assert lora.unused_keys == (*lone,)
 
 
 def test_an_opened_file_is_read_only_where_it_is_asked(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

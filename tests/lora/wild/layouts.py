@@ -110,6 +110,15 @@ _HUNYUAN: Final = (
 )  # fmt: skip
 _ATTENTION: Final = r"blocks.*attn"
 _STREAMS: Final = r"^(double|single)_blocks"
+_XLABS: Final = (
+    (r"^transformer_blocks\.(\d+)\.attn\.to_qkv$", r"double_blocks.\1.processor.qkv_lora1"),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_added_qkv$", r"double_blocks.\1.processor.qkv_lora2"),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0$", r"double_blocks.\1.processor.proj_lora1"),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_add_out$", r"double_blocks.\1.processor.proj_lora2"),
+    (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv$", r"single_blocks.\1.processor.qkv_lora"),
+    (r"^single_transformer_blocks\.(\d+)\.proj_out$", r"single_blocks.\1.processor.proj_lora"),
+)
+_OF_XLABS: Final = r"attn\.to_(qkv|added_qkv|out\.0|add_out)$|^single.*proj_out$"
 _PROCESSOR: Final = ((r"\.to_([qkv])$", r".processor.to_\1"), (r"\.to_out\.0$", ".processor.to_out"))
 
 _COMFY, _DIFFUSERS, _KIJAI = "Comfy-Org/ComfyUI#", "huggingface/diffusers#", "kijai/ComfyUI-WanVideoWrapper#"
@@ -146,6 +155,10 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "flux-xlabs": Layout(
         "flux", f"{_DIFFUSERS}9914", "", "original", "of processor", None, r"double_blocks.*(qkv|proj)$",
         ((r"img_attn\.(qkv|proj)$", r"processor.\1_lora1"), (r"txt_attn\.(qkv|proj)$", r"processor.\1_lora2")),
+    ),
+    "flux-xlabs-single": Layout("flux", f"{_DIFFUSERS}9959", "", "joint", "of processor", None, _OF_XLABS, _XLABS),
+    "flux-xlabs-start": Layout(
+        "flux", "diffusers' reader of XLabs' names takes this start too", "diffusion_model.", "joint", "of processor", None, _OF_XLABS, _XLABS
     ),
     "flux-bare": Layout("flux", "nunchaku's converted files", "transformer.", "diffusers", "bare down", None, _ATTENTION),
     "flux-lokr": Layout("flux", f"{_COMFY}4476", "lycoris_", "diffusers", "lokr", FULL),

@@ -79,6 +79,8 @@ def arrived(changes: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
         ("wan-diffsynth", {}),
         ("lumina2-diffusers", {"start": "lora_transformer_", "ends": "down", "alpha": 1.0}),  # OneTrainer
         ("chroma-onetrainer", {"start": "lora_unet_"}),
+        ("flux-xlabs", {}),
+        ("flux-xlabs-single", {}),
     ],
 )
 @pytest.mark.parametrize("how", ["resize", "merge"])
