@@ -254,6 +254,29 @@ def test_a_header_that_cannot_be_read_leaves_the_strength_unknown(tmp_path: Path
     assert rounded(of_host(kohya, "comfyui")) == (4, {1.0: 4})
 
 
+@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"r": 4},  # as before a resize that keeps the header
+        {"target_modules": None},
+        {"target_modules": ["to_q", "to_k"]},
+        {"target_modules": "attn", "rank_pattern": {"^transformer_blocks.0.attn.to_q": 3}},
+    ],
+    ids=str,
+)
+def test_a_header_that_contradicts_the_file_is_read_as_diffusers_does(
+    pipelines: Pipelines, save: Save, changed: dict[str, Any]
+) -> None:
+    """diffusers refuses ranks that are not the file's, and a configuration without layers; the file was said to be taken."""
+    path = with_header(save(pipelines("flux"), "transformer"), **changed)
+    try:
+        taken = in_diffusers(pipelines("flux"), path)
+    except (RuntimeError, KeyError):
+        taken = 0, {}
+    assert rounded(of_host(path)) == taken
+
+
 def test_an_alpha_in_the_header_alone_is_told(tmp_path: Path) -> None:
     """MiniMax H3 Turbo says alpha 8 at rank 128 (sgl-project/sglang 35952), which diffusers reads for that model alone."""
     path = tmp_path / "turbo.safetensors"

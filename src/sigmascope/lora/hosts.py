@@ -35,7 +35,7 @@ from sigmascope.lora.layer_names import to_diffusers, to_sgm
 from sigmascope.lora.module_names import flat, is_of_controlnet, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
 from sigmascope.lora.verdict import verdict_finding
-from sigmascope.records.run import Finding
+from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.units import counted
 
 __all__ = ["HOSTS", "HostReading", "host_readings", "readings_and_findings"]
@@ -442,7 +442,26 @@ def _diffusers(file: _File) -> tuple[_Module, ...]:
         return ()
     if row.width is not None and not all(row.width in module.shape for module in modules):
         raise _Unknown(f"its loader divides such layers at a width of {row.width} only")
-    return tuple(module for module in modules if not _diffusers_leaves_out(row, module, family))
+    return _as_configured(
+        file, [module for module in modules if not _diffusers_leaves_out(row, module, family)]
+    )
+
+
+def _as_configured(file: _File, modules: Sequence[_Module]) -> tuple[_Module, ...]:
+    """What diffusers loads by the configuration in the header: nothing if that has other ranks, or names no layers.
+
+    Which layers it names does not matter: PEFT takes those of the file.
+    """
+    config = None if isinstance(file.configs, str) else _config(file, file.family.component)
+    if config is None:
+        return tuple(modules)
+    ranks = (
+        (module.rank, config.rank_of(path))
+        for module in modules
+        for path in _paths_in("diffusers", module, file.family)
+    )
+    fits = config.has_targets and all(own in (None, stated) for own, stated in ranks)
+    return tuple(modules) if fits else ()
 
 
 def _require_known(modules: Sequence[_Module], family: Family) -> None:
@@ -491,7 +510,9 @@ def _diffusers_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
     if config is not None and has_alphas:
         raise _Unknown("it has alphas in its header and beside its factors")
     if config is not None:
-        return [_by_config(config, module) for module in taken]
+        return [
+            _by_config(config, _paths_in("diffusers", module, family)[0], module.rank) for module in taken
+        ]
     if not taken:
         return []
     row = _rows("diffusers", taken[0].start, taken[0].ending, modules, family)[0]
@@ -514,8 +535,8 @@ def _config(file: _File, component: str) -> PeftConfig | None:
     return file.configs.get(component, file.configs.get(""))
 
 
-def _by_config(config: PeftConfig, module: _Module) -> float:
-    scale = config.scale_of(module.path, module.rank)
+def _by_config(config: PeftConfig, path: str, rank: int | None) -> float:
+    scale = config.scale_of(path, rank)
     return 1.0 if scale is None else scale
 
 
@@ -637,14 +658,14 @@ _HEADER_RANKS: Final = ("rank", "lora_rank", "network_dim", "ss_network_dim")
 
 def _unread_alpha(lora: LoraFile, checkpoint: Checkpoint) -> Iterator[Finding]:
     """That the header alone has the alpha that the LoRA was trained with, as that of MiniMax H3 Turbo (sglang's pull request 35952)."""
-    ranks = Counter(rank for name in lora.modules if (rank := lora.rank_of(name)) is not None)
+    ranks = Counter(own for name in lora.modules if (own := lora.rank_of(name)) is not None)
     if not ranks or _configs(checkpoint) or any(key.endswith(".alpha") for key in checkpoint):
         return
     alpha = _first_number(checkpoint.metadata, _HEADER_ALPHAS)
     rank = _first_number(checkpoint.metadata, _HEADER_RANKS) or ranks.most_common(1)[0][0]
     if alpha is not None and alpha != rank and alpha not in ranks:
         strength = f"{alpha / rank:.3g}"
-        evidence = {"alpha": alpha, "rank": rank, "strength": alpha / rank}
+        evidence: dict[str, JsonScalar] = {"alpha": alpha, "rank": rank, "strength": alpha / rank}
         yield verdict_finding(
             "lora_alpha_unread", evidence, alpha=f"{alpha:g}", rank=f"{rank:g}", strength=strength
         )
@@ -763,6 +784,8 @@ def _paths_in(naming: str, module: _Module, family: Family) -> tuple[str, ...]:
         other = to_sgm if naming == "original" else to_diffusers
         path = module.path if naming in module.namings else other(module.path, family.unet_blocks)
         return (path or module.path,)
+    if naming == "diffusers" and naming in module.namings:
+        return (module.path,)
     row = row_of_original(family.name, module.path) or row_of_diffusers(family.name, module.path)
     if row is None:
         return (module.path,)

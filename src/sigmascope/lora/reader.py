@@ -252,6 +252,20 @@ class PeftConfig:
         names = self.values.get("modules_to_save")
         return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether it names layers to put factors on."""
+        return bool(self.values.get("target_modules"))
+
+    def rank_of(self, module: str) -> float:
+        """The rank that PEFT gives a module, given its path inside the component.
+
+        Raises:
+            LoraFormatError: It is not a number.
+        """
+        stated = self._number("r", module, "rank_pattern", "r")
+        return _PEFT_RANK if stated is None else stated
+
     def scale_of(self, module: str, rank: int | None) -> float | None:
         """The scale of a module's product; None if the configuration does not give it.
 
@@ -613,6 +627,8 @@ def any_kind_in(checkpoint: Checkpoint, *, check_finite: bool = True) -> LoraFil
     return lora_in(checkpoint, check_finite=check_finite)
 
 
+_PEFT_RANK: Final = 8
+"""Of a configuration that says none."""
 _CONFIG_NAME: Final = "adapter_config.json"
 _MAX_CONFIG_BYTES: Final = 4 * 2**20
 _MAX_PATTERNS: Final = 10_000  # each is tried on each module; no model has as many layers
@@ -623,6 +639,7 @@ _CONFIG_FIELDS: Final = (
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
+    "target_modules",
     "modules_to_save",
 )
 # A file's own patterns could take for ever, so repeated groups and many quantifiers are refused.
