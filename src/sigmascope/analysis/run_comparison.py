@@ -318,7 +318,7 @@ def _by_machine(
     what = "slower" if speed > 1 else "faster"
     return (
         f"the machine itself was {what}{', which may hide a change' if hides else ''}, since the same work of the watch took "
-        f"{1e3 * now:.1f} ms of processor time ({1e3 * before:.1f} ms before, {speed - 1:+.0%})"
+        f"{1e3 * now:.1f} ms of processor time ({1e3 * before:.1f} ms before, {percent_change(speed - 1)})"
     )
 
 
