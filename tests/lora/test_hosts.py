@@ -321,6 +321,22 @@ def test_an_alpha_beside_the_factors_is_read_and_not_told(tmp_path: Path) -> Non
     assert "lora_alpha_unread" not in [finding.id for finding in inspect_lora(path).findings]
 
 
+def test_what_hosts_make_of_quantised_factors_is_unknown(tmp_path: Path) -> None:
+    """They are read here times their scales, which no loader of LoRAs is known to do."""
+    name = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
+    factors = {"lora_up": torch.ones(1280, 2), "lora_down": torch.ones(2, 768)}
+    state = {f"{name}.{end}.weight": value.to(torch.float8_e4m3fn) for end, value in factors.items()}
+    save_file(state, tmp_path / "plain.safetensors")
+    save_file(
+        state | {f"{name}.{end}.weight_scale": torch.tensor(0.5) for end in factors},
+        tmp_path / "scaled.safetensors",
+    )
+    assert [reading.taken for reading in host_readings(tmp_path / "plain.safetensors")] == [1, 1, 1]
+    for reading in host_readings(tmp_path / "scaled.safetensors"):
+        assert reading.taken is None
+        assert "quantised" in reading.unavailable["taken"]
+
+
 def test_a_name_that_no_u_net_has_is_unknown_to_hosts(tmp_path: Path) -> None:
     """It was counted among those that they take."""
     state = {

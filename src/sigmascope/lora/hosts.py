@@ -198,16 +198,17 @@ def _before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[_File, ...]"
     told = file_family(lora)
     if any(is_of_controlnet(lora.stored_names.get(name, name)) for name in lora.names):
         return tuple(_File(host, family_named(None), told, (), (), len(lora.names), {}) for host in HOSTS)
+    is_plain = checkpoint.format != "gguf" and not checkpoint.dequantised
     family = family_named("sd15" if told.family is None and told.is_unet else told.family)
     modules = tuple(_modules(lora, checkpoint, family))
     encoders = tuple(_encoder_modules(lora, checkpoint, family))
     others = len(lora.names) - len(modules) - len(encoders)
     configs = _configs(checkpoint)
-    return tuple(_File(host, family, told, modules, encoders, others, configs) for host in HOSTS)
+    return tuple(_File(host, family, told, modules, encoders, others, configs, is_plain) for host in HOSTS)
 
 
 class _File(NamedTuple):
-    """A file before a host; see `_Module` and `_configs`."""
+    """A file before a host; see `_Module` and `_configs`. It is plain if its numbers are stored as they are."""
 
     host: Host
     family: Family
@@ -216,6 +217,7 @@ class _File(NamedTuple):
     encoders: Sequence[_Module]
     others: int
     configs: Mapping[str, PeftConfig] | str
+    is_plain: bool = True
 
 
 def _configs(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str:
@@ -252,6 +254,8 @@ def _judged(
     try:
         if not modules:
             raise _Unknown("the file changes no denoiser")
+        if not file.is_plain:
+            raise _Unknown("it is quantised, and loaders were measured with plain files")
         if file.host.name == "diffusers" and (reason := no_loader(file.family)) is not None:
             _require_known(modules, file.family)
             return HostReading(title, count, 0, {}, {"loader": reason})
