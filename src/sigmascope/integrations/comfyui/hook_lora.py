@@ -1,10 +1,13 @@
 """The instrument that judges LoRAs that travel in the conditioning, as hooks: ComfyUI merges them only while it samples.
 
-Each weight that a hook is merged into is compared with what ComfyUI kept of it, on its own device. One number a weight
-is queued there on the host's thread, and read at the prompt's end.
+Each weight that a hook is merged into is compared with what ComfyUI kept of it, on its own device, each time: a schedule
+merges a hook anew for each of its strengths. One number a weight is queued there on the host's thread, and read at the
+prompt's end. Where several hooks were merged into a weight together, one whose own change is zero is told by its factors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,11 +21,20 @@ from sigmascope.integrations.comfyui.posted_graph import following
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.applied_patch import Standing
+from sigmascope.probes.comfyui_weight_adapter import PatcherEntry, applied
+from sigmascope.probes.reading import attempt, attribute, number, sequence
+from sigmascope.stages.lora_findings import begin_all_idle, file_findings
 from sigmascope.stages.lora_on_model import match_file, names_of_all
+from sigmascope.stages.model_snapshot import ModelPatches
 
 _NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
 _NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
+_OFF_BY_SCHEDULE: Final = "its schedule has strength 0 wherever it was in force"
+_CANCELLED: Final = "hooks that were in force together cancel each other"
+_ROUNDING: Final = 8 * torch.finfo(torch.float32).eps
+"""What is left of changes that cancel, beside the weight's largest number: ComfyUI adds them in float32."""
+_TOGETHER: Final = Standing("merged", "by hooks that are in force together")
 _ELSEWHERE: Final = "the weights from before cannot be compared, or lie on another device"
 
 
@@ -36,9 +48,65 @@ class _Made(NamedTuple):
     hook: object | None
 
 
-class _Model(NamedTuple):
-    patcher: Callable[[], Any]
-    is_text: bool
+class _Known(NamedTuple):
+    """What was found out of a hook in a prompt.
+
+    Attributes:
+        verdict: On its LoRA.
+        used: Names of the file's modules that act, by whether they act on a text encoder, of the models that got the hook.
+    """
+
+    verdict: dict[str, Any]
+    used: Mapping[bool, frozenset[str]] = MappingProxyType({})
+
+    def beside(self, earlier: "_Known") -> "_Known":
+        """With what it did in an earlier prompt to models that did not get it anew, as what it did there was kept."""
+        kept = {is_text: names for is_text, names in earlier.used.items() if is_text not in self.used}
+        if not any(kept.values()) or self.verdict["effective"] is None:
+            return earlier if not self.used else self
+        used = {**kept, **self.used}
+        count = len(frozenset().union(*used.values()))
+        why = earlier.verdict["why"] if earlier.verdict["effective"] else None
+        modules = earlier.verdict["modules"]
+        return _Known(
+            {**self.verdict, "effective": True, "modules_used": count, "modules": modules, "why": why}, used
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Look:
+    """One weight over all times that a hook was merged into it.
+
+    Attributes:
+        alone: Whether it was another one than before while no other hook was merged into it, on its device; None: never.
+        together: Likewise, with others.
+        strength: The largest size of what the schedule multiplies the hook's strength with.
+        entries: The host's own changes of the hook.
+        is_unread: Whether it could not be compared at some time.
+    """
+
+    alone: Tensor | None = None
+    together: Tensor | None = None
+    strength: float = 0.0
+    entries: tuple[Any, ...] = ()
+    is_unread: bool = False
+
+    def add(
+        self, changed: Tensor | None, strength: float, entries: tuple[Any, ...], *, is_alone: bool
+    ) -> None:
+        """Know of one time."""
+        self.entries = entries
+        self.strength = max(self.strength, abs(strength))
+        if changed is None:
+            self.is_unread = True
+        elif is_alone:
+            self.alone = _either(self.alone, changed)
+        elif strength:
+            self.together = _either(self.together, changed)
+
+
+def _either(before: Tensor | None, now: Tensor) -> Tensor:
+    return now if before is None else before | now
 
 
 class _Seen:
@@ -47,13 +115,13 @@ class _Seen:
     Attributes:
         made: The LoRAs of its nodes.
         models: Those that got the hook: of the text encoder or not.
-        changed: Whether each weight was another one than before, on its device; None: that cannot be asked.
+        looks: What became of each weight that it was merged into, by whether that is a text encoder's.
     """
 
     def __init__(self) -> None:
         self.made: list[tuple[NodeWatch, _Made]] = []
-        self.models: dict[object, dict[bool, _Model]] = {}
-        self.changed: dict[tuple[object, bool], dict[str, Tensor | None]] = {}
+        self.models: dict[object, dict[bool, Callable[[], Any]]] = {}
+        self.looks: dict[tuple[object, bool], dict[str, _Look]] = {}
 
 
 class HookLora(Instrument):
@@ -66,7 +134,7 @@ class HookLora(Instrument):
         Need(
             "comfy.model_patcher",
             "ModelPatcher.patch_hook_weight_to_device",
-            ("combined_patches", "key"),
+            ("hooks", "combined_patches", "key"),
             False,
         ),
         output_data("input_data_all"),
@@ -74,32 +142,39 @@ class HookLora(Instrument):
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        self._known: Kept[tuple[_Made, dict[str, Any]]] = Kept()
+        self._known: Kept[tuple[_Made, _Known]] = Kept()
         self.wraps.append(Wrap(self.needs[0], self, before=self._registers))
         self.wraps.append(Wrap(self.needs[1], self, after=self._merged))
         self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
 
     def _registers(self, call: Call) -> None:
         """A model that is about to sample, or to encode, gets the hooks of its conditioning."""
-        patcher, prompt = call.get("self"), self.prompt_here()
+        prompt = self.prompt_here()
         if prompt is not None:
-            is_text, models = bool(patcher.is_clip), self._seen_in(prompt).models
-            known = weakly(patcher)
-            if known is None:
-                return
-            for hook in getattr(call.get("hooks"), "hooks", ()):
-                models.setdefault(hook.hook_ref, {})[is_text] = _Model(known, is_text)
+            self._gets(call.get("self"), getattr(call.get("hooks"), "hooks", ()), self._seen_in(prompt))
+
+    def _gets(self, patcher: Any, hooks: Iterable[Any], seen: _Seen) -> None:
+        if (known := weakly(patcher)) is not None:
+            for hook in hooks:
+                seen.models.setdefault(hook.hook_ref, {})[bool(patcher.is_clip)] = known
 
     def _merged(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
-        """A weight was changed by hooks. What each of several hooks gave to one weight is not told apart."""
+        """A weight was changed by the hooks that are in force now."""
         key, patcher, prompt = call.get("key"), call.get("self"), self.prompt_here()
         if prompt is None or error is not None or key not in call.get("combined_patches"):
             return
-        all_changed = self._seen_in(prompt).changed
-        changed = attempt(lambda: _is_changed(patcher, key)).value
-        for hook, keys in patcher.hook_patches.items():
-            if key in keys:
-                all_changed.setdefault((hook, bool(patcher.is_clip)), {})[key] = changed
+        held = patcher.hook_patches
+        hooks = [hook for hook in call.get("hooks").hooks if key in held.get(hook.hook_ref, ())]
+        is_alone, seen = len(hooks) == 1, self._seen_in(prompt)
+        changed = attempt(lambda: _is_changed(patcher, key, is_alone=is_alone)).value
+        self._gets(patcher, hooks, seen)  # a CLIP that ComfyUI kept has them from an earlier prompt
+        for hook in hooks:
+            looks = seen.looks.setdefault((hook.hook_ref, bool(patcher.is_clip)), {})
+            strength = number(attribute(hook, "strength"))
+            entries = sequence(held[hook.hook_ref][key])
+            looks.setdefault(key, _Look()).add(
+                changed, 1.0 if strength is None else strength, entries, is_alone=is_alone
+            )
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         inputs = call.get("input_data_all")
@@ -129,66 +204,114 @@ class HookLora(Instrument):
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's nodes that make hooks, and name those of nodes that ComfyUI kept."""
         seen = self._seen_in(prompt)
-        anew: dict[str, list[tuple[_Made, dict[str, Any]]]] = {}
+        anew: dict[str, list[tuple[_Made, _Known]]] = {}
         for node, one in seen.made:
-            verdict = self._judge(one, seen)
-            node.add(VERDICTS, said(one.name, verdict))
-            anew.setdefault(node.id, []).append((one, verdict))
-        for node_id, since, (one, verdict) in self._known.of_prompt(prompt, anew):
+            known = self._judge(one, seen)
+            node.add(VERDICTS, said(one.name, known.verdict))
+            anew.setdefault(node.id, []).append((one, known))
+        for node_id, since, (one, earlier) in self._known.of_prompt(prompt, anew):
+            known = self._judge(one, seen)
             # Where a node that follows was kept too, the hook was in force for it when it ran.
-            is_kept = any(
-                follower in prompt.cached for follower in following(prompt.graph, node_id, one.slot)
-            )
-            keep_verdict(
-                prompt, node_id, said(one.name, verdict if is_kept else self._judge(one, seen), since)
-            )
+            if not prompt.cached.isdisjoint(following(prompt.graph, node_id, one.slot)):
+                known = known.beside(earlier)
+            keep_verdict(prompt, node_id, said(one.name, known.verdict, since))
 
     def _seen_in(self, prompt: PromptRecording) -> _Seen:
         return prompt.until_the_end(self.name, _Seen)
 
-    def _judge(self, one: _Made, seen: _Seen) -> dict[str, Any]:
+    def _judge(self, one: _Made, seen: _Seen) -> _Known:
         verdict: dict[str, Any] = {
             "effective": False, "reason": None, "modules_used": None, "modules": None, "why": None,
         }  # fmt: skip
         known = seen.models.get(one.hook, {})
         if one.hook is None or not known:
-            return {**verdict, "modules_used": 0, "why": ZERO if one.hook is None else _NOT_TAKEN}
-        models = {is_text: model.patcher() for is_text, model in known.items()}
+            return _Known({**verdict, "modules_used": 0, "why": ZERO if one.hook is None else _NOT_TAKEN})
+        models = {is_text: patcher() for is_text, patcher in known.items()}
         matching = match_file(one.path, models.get(False), models.get(True))
         if matching.value is None:
-            return {**verdict, "effective": None, "reason": matching.reason}
+            return _Known({**verdict, "effective": None, "reason": matching.reason})
         names = names_of_all(models.get(False), models.get(True))
-        changed: set[str] = set()
+        used: dict[bool, frozenset[str]] = {}
+        whys: dict[str, None] = {}
         was_in_force = False
-        for is_text in models:
-            looks = seen.changed.get((one.hook, is_text), {})
-            if any(look is None for look in looks.values()):
-                return {**verdict, "effective": None, "reason": _ELSEWHERE}
+        for is_text, model in models.items():
+            looks = seen.looks.get((one.hook, is_text), {})
+            if any(look.is_unread for look in looks.values()):
+                return _Known({**verdict, "effective": None, "reason": _ELSEWHERE})
             was_in_force = was_in_force or bool(looks)
-            arrived = _read([look for look in looks.values() if look is not None])
-            changed |= {names[is_text](key) for key, acts in zip(looks, arrived, strict=True) if acts}
-        used = [module for module in matching.value.matched if not changed.isdisjoint(module.layers)]
-        grave = [finding.message for finding in matching.value.findings if finding.severity != "info"]
-        return {
-            **verdict,
-            "effective": bool(used),
-            "modules_used": len(used),
-            "modules": len(matching.value.modules),
-            "why": _NEVER_IN_FORCE
-            if matching.value.matched and not was_in_force
-            else next(iter(grave), None),
-        }
+            changed, why = _judged(looks, model, "text encoder" if is_text else "denoiser")
+            acting = {names[is_text](key) for key in changed}
+            used[is_text] = frozenset(
+                module.name for module in matching.value.matched if not acting.isdisjoint(module.layers)
+            )
+            whys |= {} if why is None else {why: None}
+        count = len(frozenset().union(*used.values()))
+        found = file_findings(matching.value, None, "comfyui")
+        grave = [finding.message for finding in found if finding.severity != "info"]
+        if matching.value.matched and not was_in_force:
+            whys = {_NEVER_IN_FORCE: None}
+        verdict |= {"effective": count > 0, "modules_used": count, "modules": len(matching.value.modules)}
+        verdict["why"] = next(iter([*grave, *whys] if count else [*whys, *grave]), None)
+        return _Known(verdict, used)
 
 
-def _is_changed(patcher: Any, key: str) -> Tensor | None:
-    """Whether a weight is another one than ComfyUI kept of it, on its device; None: they lie on different ones."""
-    kept, now = patcher.hook_backup[key][0], patcher.model.get_parameter(key)
-    return (kept != now.detach()).any() if kept.device == now.device else None
+def _judged(looks: Mapping[str, _Look], model: Any, part: str) -> tuple[set[str], str | None]:
+    """The weights of a part of the model that a hook changed; and why it changed none, if its strengths tell."""
+    alone = _read({key: look.alone for key, look in looks.items() if look.alone is not None})
+    together = _read({key: look.together for key, look in looks.items() if look.together is not None})
+    acting = {key for key, is_changed in alone.items() if is_changed}
+    acting |= {
+        key for key, is_changed in together.items() if is_changed and not _is_zero(key, looks[key], model)
+    }
+    if acting or not looks:
+        return acting, None
+    if not any(look.strength for look in looks.values()):
+        return acting, _OFF_BY_SCHEDULE
+    if all(_strength_of(entry) == 0 for look in looks.values() for entry in look.entries):
+        return acting, f"its strength for the {part} is 0"
+    is_cancelled = any(not _is_zero(key, looks[key], model) for key in together)
+    return acting, _CANCELLED if is_cancelled else None
 
 
-def _read(looks: list[Tensor]) -> list[bool]:
+def _strength_of(entry: object) -> float | None:
+    return number(next(iter(sequence(entry)), None))
+
+
+def _is_zero(key: str, look: _Look, model: Any) -> bool:
+    """Whether a hook's own changes of a weight are nothing, by their strengths and factors."""
+    weight = attempt(lambda: model.model.get_parameter(key)).value
+    patches = [
+        patch
+        for index, entry in enumerate(look.entries)
+        for patch in applied(PatcherEntry(key, entry, _TOGETHER), index, weight)
+    ]
+    return bool(begin_all_idle(ModelPatches(tuple(patches))).result())
+
+
+def _is_changed(patcher: Any, key: str, *, is_alone: bool) -> Tensor | None:
+    """Whether a weight is another one than ComfyUI kept of it, on its device; None: they lie on different ones.
+
+    Of hooks that cancel each other rounding is left, which is no change.
+    """
+    kept, now = patcher.hook_backup[key][0], patcher.model.get_parameter(key).detach()
+    if kept.device != now.device:
+        return None
+    if is_alone:
+        return (kept != now).any()
+    kept, now = kept.to(torch.float32), now.to(torch.float32)
+    return ~((kept - now).abs() <= _ROUNDING * kept.abs().max()).all()
+
+
+def _read(looks: Mapping[str, Tensor]) -> dict[str, bool]:
     """The answers, read from each device at once."""
-    return [bool(answer) for answer in torch.stack(looks).tolist()] if looks else []
+    by_device: dict[torch.device, list[str]] = {}
+    for key, look in looks.items():
+        by_device.setdefault(look.device, []).append(key)
+    return {
+        key: bool(answer)
+        for keys in by_device.values()
+        for key, answer in zip(keys, torch.stack([looks[key] for key in keys]).tolist(), strict=True)
+    }
 
 
 INSTRUMENT = HookLora
