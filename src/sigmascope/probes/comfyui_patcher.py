@@ -384,6 +384,13 @@ def bypasses_of(model: object) -> frozenset[int]:
     return frozenset(id(hook) for _, hook in _bypass_hooks(patcher_of(model)))
 
 
+def bypasses_in_place(model: object) -> frozenset[int]:
+    """The same, and of the clones whose injections may be in place now: clones share the model's layers."""
+    patcher = patcher_of(model)
+    clones = (*_with_parents(patcher), *_loaded_by_comfyui(attribute(patcher, "model")))
+    return frozenset(id(hook) for clone in clones for _, hook in _bypass_hooks(clone))
+
+
 def _hooks_of(function: Any) -> list[object]:
     """The hooks of the manager that a function closes over."""
     for cell in sequence(attribute(function, "__closure__")):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import (
     KeptWeight,
-    bypasses_of,
+    bypasses_in_place,
     is_comfyui,
     kept_weights,
     read_patches,
@@ -351,7 +351,7 @@ def _name_of(around: object) -> str:
 def _around_forwards(
     parts: Iterable[object], modules: Iterable[tuple[str, nn.Module]]
 ) -> Iterator[tuple[str, object]]:
-    bypasses = {bypass for part in parts for bypass in bypasses_of(part)}
+    bypasses = {bypass for part in parts for bypass in bypasses_in_place(part)}
     for name, module in modules:
         held = vars(module)
         hooks = (*held.get("_forward_hooks", {}).values(), *held.get("_forward_pre_hooks", {}).values())
@@ -362,8 +362,8 @@ def _around_forwards(
 def _detours(
     parts: Mapping[str, object], modules: Iterable[tuple[str, nn.Module]]
 ) -> Iterator[tuple[str, str]]:
-    """What modules run in place of their layers, but for ComfyUI's bypasses, which are read."""
-    bypasses = {bypass for part in parts.values() for bypass in bypasses_of(part)}
+    """What modules run in place of their layers, but for ComfyUI's bypasses, which are read of the patcher that they are of."""
+    bypasses = {bypass for part in parts.values() for bypass in bypasses_in_place(part)}
     for name, module in modules:
         forward = vars(module).get("forward")
         if forward is not None and [*_replaced_forward(module, forward, bypasses)]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.comfy_shapes.adapters import lora_adapter, lora_parts
-from tests.comfy_shapes.beside import Hook, HookGroup
+from tests.comfy_shapes.beside import BypassForwardHook, BypassInjectionManager, Hook, HookGroup
 from tests.comfy_shapes.modules import BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
 from tests.integrations.comfyui.conftest import Watch
@@ -19,6 +19,7 @@ from tests.integrations.comfyui.test_nodes import nodes
 
 from sigmascope.history.row import row_of
 from sigmascope.integrations.comfyui.browser import view_of
+from sigmascope.integrations.comfyui.lora import _calls
 from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.integrations.comfyui.posted_graph import link_of, signature_of
 from sigmascope.records.run import Run
@@ -158,6 +159,75 @@ def test_a_model_that_was_used_for_what_comfyui_kept_is_used(watch: Watch, host_
     watched = watch()
     watched.run(graph("2", {"8": sampler("1", 1)}), "a")
     assert kept(watched.run(graph("2", {"8": sampler("1", 2)}), "b")) == [("2", "style.safetensors", True, 1)]
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.0])
+def test_a_loader_that_makes_the_model_and_encodes_the_prompt_is_judged(
+    watch: Watch, host_with_lora: Host, strength: float
+) -> None:
+    """LucianoCirino/efficiency-nodes-comfyui has such a loader, whose issue 65 is "Efficient Loader ignoring SDXL LORAs ?"."""
+    patcher = host_with_lora.module("comfy.model_patcher").ModelPatcher
+
+    def load(lora_name: str, strength: float) -> Any:
+        model = patcher(BaseModel())
+        if strength:
+            model.add_patches({Q: lora_adapter()}, strength)
+        return model, [[torch.zeros(1, 2, 8), {}]]
+
+    host_with_lora.nodes["Whole"] = Node(("MODEL", "CONDITIONING"), load)
+    nodes_of_graph = graph()
+    nodes_of_graph["2"] = {"class_type": "Whole", "inputs": {"lora_name": "a", "strength": strength}}
+    (verdict,) = nodes(watch().run(nodes_of_graph))["2"].facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"]) == (bool(strength), int(strength))
+
+
+def test_of_a_prompt_that_failed_before_it_sampled_nobody_knows_what_its_lora_does(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    nodes_of_graph = graph("2", {"4": {"class_type": "Fail", "inputs": {"x": ["2", 0]}}})
+    nodes_of_graph["9"]["inputs"]["latent_image"] = ["4", 0]
+    (verdict,) = nodes(watch().run(nodes_of_graph))["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is None
+    assert "the prompt ended before a node used the denoiser that the loader gives" in verdict["says"]
+
+
+def test_of_two_loaders_that_bypass_the_weights_the_second_replaces_the_first(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    """ComfyUI 0.33 keeps what bypasses a model's weights under one name: of a stack, pictures show the last LoRA alone."""
+    management = host_with_lora.module("comfy.model_management")
+
+    def bypass(model: Any, lora_name: str) -> Any:
+        changed, layer = model.clone(), model.model.get_submodule(Q.removesuffix(".weight"))
+        manager = BypassInjectionManager(BypassForwardHook(layer, lora_adapter(), 0.5))
+        changed.injections = {"bypass_lora": manager.create_injections()}
+        return (changed,)
+
+    def sample(model: Any, **_: Any) -> Any:
+        management.load_models_gpu([model])
+        management.current_loaded_models = [SimpleNamespace(model=model)]
+        model.injections["bypass_lora"][0].inject(model)
+        return (latent(),)
+
+    host_with_lora.nodes |= {"Bypass": Node(("MODEL",), bypass), "Sampler": Node(("LATENT",), sample)}
+    loaders = {
+        name: {"class_type": "Bypass", "inputs": {"model": [before, 0], "lora_name": f"{name}.safetensors"}}
+        for name, before in (("2", "1"), ("4", "2"))
+    }
+    run = watch().run(graph("4", loaders))
+    first, second = (nodes(run)[name].facts["lora_verdicts"][0] for name in loaders)
+    assert (first["effective"], second["effective"]) == (False, True)
+    assert "a loader after it replaces it" in first["says"]
+
+
+def test_a_node_is_called_for_each_entry_of_its_longest_list() -> None:
+    inputs = {"model": ["m"], "strength_model": [0.0, 0.8]}
+    calls = [
+        ({"model": "m", "strength_model": 0.0}, ("a",)),
+        ({"model": "m", "strength_model": 0.8}, ("b",)),
+    ]
+    assert _calls(inputs, [["a", "b"]], is_one=False) == calls
+    assert _calls(inputs, [["a"]], is_one=True) == calls[:1]
 
 
 def test_a_prompt_names_the_lora_of_a_hook_that_comfyui_kept(watch: Watch, host_with_lora: Host) -> None:

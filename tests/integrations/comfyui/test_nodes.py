@@ -329,6 +329,9 @@ def test_a_lora_s_keys_and_patches_are_counted(watch: Watch, host: Host) -> None
         ({"lora_1": {"on": True, "lora": "a.safetensors"}, "lora_2": {"on": False, "lora": "b.safetensors"}}, ["a.safetensors"]),
         ({"stack": {"all": [("b.safetensors", 1.0, 1.0), ("a.safetensors", 0.5, 0.5)]}}, ["b.safetensors", "a.safetensors"]),
         ({"first": "a.safetensors", "mode": "simple", "second": "None"}, ["a.safetensors"]),
+        ({"lora_name": "None", "lora_stack": [("a.safetensors", 1.0, 1.0)]}, ["a.safetensors"]),
+        ({"lora_name": "a.safetensors", "ckpt_name": "b.safetensors"}, ["a.safetensors"]),
+        ({"lora_name": "x.safetensors", "lora_stack": [("a.safetensors", 1.0, 1.0)]}, ["x.safetensors", "a.safetensors"]),
         ({"text": "a cat"}, ["(unnamed)"]),
     ],
 )  # fmt: skip
@@ -379,6 +382,7 @@ def test_only_modules_that_act_on_what_the_prompt_takes_are_used(
     [
         ({"strength_model": 0.0, "strength_clip": 0}, "both strengths are 0"),
         ({"strength_model": 0.0}, "its strength is 0"),
+        ({"lora_model_strength": 0.0, "lora_clip_strength": 0.0}, "both strengths are 0"),
         ({"strength_model": 0.0, "strength_clip": 1.0}, "another reason"),
         ({}, "another reason"),
     ],

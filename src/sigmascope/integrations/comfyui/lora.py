@@ -17,8 +17,8 @@ from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import following, links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
-from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
+from sigmascope.probes.comfyui_patcher import bypasses_of
 from sigmascope.probes.reading import attempt
 from sigmascope.stages.lora_application import (
     analyze_lora_application_results,
@@ -33,14 +33,33 @@ LORA: Final = "lora"
 VERDICTS: Final = "lora_verdicts"
 """The fact of a node's stage: whether the LoRA did anything, and why not."""
 _UNNAMED: Final = "(unnamed)"
+_NONE: Final = "None"
+"""What loaders of other packs offer beside the files' names."""
+_OTHER_FILES: Final = ("ckpt_name", "clip_name", "control_net_name", "unet_name", "vae_name")
+"""Ends of inputs that name files of other kinds, of which one may be called as a LoRA is."""
+_STRENGTHS: Final = (
+    "strength_model",
+    "strength_clip",
+    "strength",
+    "lora_model_strength",
+    "lora_clip_strength",
+    "lora_strength",
+)
+"""A loader's inputs, ComfyUI's own first."""
 _DEEPEST: Final = 8
 """Levels of lists and dicts in which a node is given the names of LoRAs."""
 _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at all"
+_ALL_USED: Final[Mapping[str, str]] = {}
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
 """What a LoRA changes, by the kind of output that has it."""
 _ARRIVES: Final = ("lora_arrives_weak", "lora_arrives_noisy")
 ZERO: Final = "both strengths are 0"
 _ITS_ZERO: Final = "its strength is 0"
+_NOT_RUN: Final = "no node that ran uses"
+_ENDED: Final = "the prompt ended before a node used"
+_REPLACED: Final = (
+    "a loader after it replaces it: of adapters that bypass the weights ComfyUI keeps the last loader's"
+)
 _GONE: Final = "the models were gone when the prompt ended"
 
 
@@ -82,7 +101,7 @@ class _Known(NamedTuple):
         name: The file's.
         kinds: Of the node's outputs.
         weighed: What the weights said.
-        patches: By part of the model, its identity, and those of the LoRA's patches.
+        patches: By part of the model, its identity, and those of the LoRA's patches and of its adapters beside the weights.
     """
 
     name: str
@@ -98,12 +117,14 @@ class _Seen:
         applied: The LoRAs of its nodes.
         patches: By node, the identities of the patches made of each file that it read.
         in_use: By the identity of a model that was put on a device, those of all patches that it had there.
+        replaced: The identities of adapters beside the weights that a later loader put its own in place of.
     """
 
     def __init__(self) -> None:
         self.applied: list[_Application] = []
         self.patches: dict[str, list[frozenset[int]]] = {}
         self.in_use: dict[int, set[int]] = {}
+        self.replaced: set[int] = set()
 
 
 class Lora(Instrument):
@@ -145,44 +166,52 @@ class Lora(Instrument):
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
         if prompt is None or node is None or error is not None or not isinstance(inputs, Mapping):
             return
-        kinds = getattr(call.get("obj"), "RETURN_TYPES", ())
-        # A hook's LoRA is read by the node that samples with it too; `hook_lora` judges it.
-        if (LORA not in node.facts and "lora_name" not in inputs) or _is_hooked(node, kinds, inputs):
+        obj, seen = call.get("obj"), prompt.until_the_end(self.name, _Seen)
+        kinds = tuple(map(str, getattr(obj, "RETURN_TYPES", ())))
+        if LORA not in node.facts and "lora_name" not in inputs:
             return
-        outputs = {str(kind): first_of(values) for kind, values in zip(kinds, result[0] or (), strict=False)}
-        models = {
-            "unet before": first_of(inputs.get("model")),
-            "clip before": first_of(inputs.get("clip")),
-            "unet": outputs.get("MODEL"),
-            "clip": outputs.get("CLIP"),
-        }
-        kept = {what: known for what, model in models.items() if (known := weakly(model)) is not None}
-        seen, names = prompt.until_the_end(self.name, _Seen), list(dict.fromkeys(_names_in(inputs)))
         patches = seen.patches.get(node.id, [])
-        apart = len(names) > 1 and len(names) == len(patches)
-        for at, name in enumerate(names or [_UNNAMED]):
-            own = patches[at] if apart else None
-            given = tuple(map(str, kinds))
-            seen.applied.append(_Application(node, kept, path_of(name), name, given, own, _why_off(inputs)))
+        calls = _calls(inputs, result[0] or (), is_one=bool(getattr(obj, "INPUT_IS_LIST", False)))
+        for given, gave in calls:
+            models = _models_of(given, dict(zip(kinds, gave, strict=False)))
+            if _is_hooked(node, kinds, given, models):
+                continue
+            kept = {what: known for what, model in models.items() if (known := weakly(model)) is not None}
+            names = list(dict.fromkeys(_names_in(given)))
+            if not names and LORA not in node.facts:
+                continue  # it was told to take none
+            apart = len(names) > 1 and len(names) == len(patches) and len(calls) == 1
+            for at, name in enumerate(names or [_UNNAMED]):
+                own = patches[at] if apart else None
+                seen.applied.append(
+                    _Application(node, kept, path_of(name), name, kinds, own, _why_off(given))
+                )
 
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's loader nodes, and name those of loaders that ComfyUI kept."""
         seen = prompt.until_the_end(self.name, _Seen)
         anew: dict[str, list[_Known]] = {}
-        for one in seen.applied:
-            known = self._judge(one)
-            one.node.add(VERDICTS, _verdict_of(known, one.node.id, prompt, seen))
-            anew.setdefault(one.node.id, []).append(known)
+        judged = [(one.node, self._judge(one, seen)) for one in seen.applied]
+        for node, known in judged:
+            node.add(VERDICTS, _verdict_of(known, node.id, prompt, seen))
+            anew.setdefault(node.id, []).append(known)
         for node_id, since, known in self._known.of_prompt(prompt, anew):
             keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen, since))
 
-    def _judge(self, one: _Application) -> _Known:
+    def _judge(self, one: _Application, seen: _Seen) -> _Known:
         """Compare the loader's models, and put the analysis on its node."""
         models = {what: reference() for what, reference in one.models.items()}
         if any(model is None for model in models.values()):
             return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _GONE}), {})
         if not models.keys() & {"unet", "clip"}:
             return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _NO_MODEL}), {})
+        for part in models.keys() & {"unet", "clip"}:
+            before = models.get(f"{part} before")
+            if before is None:
+                models[f"{part} before"] = attempt(partial(without_loras, models[part])).value
+            elif replaced := bypasses_of(before) - bypasses_of(models[part]):
+                seen.replaced |= replaced
+                models[f"{part} before"] = _without_replaced(before, models[part])
         models = _with_own_patches(models, one)
         weighed, analysis = _weigh(models, one.path)
         if one.why_off is not None and weighed.verdict["effective"] is False:
@@ -193,10 +222,9 @@ class Lora(Instrument):
         patches: dict[str, tuple[int, frozenset[int]]] = {}
         for part, word in (("unet", "denoiser"), ("clip", "text encoder")):
             if part in models:
-                patcher, before = _patcher_of(models[part]), models.get(f"{part} before")
-                earlier = set() if before is None else set(_patches_of(_patcher_of(before)))
+                patcher, before = _patcher_of(models[part]), _patcher_of(models.get(f"{part} before"))
                 model = id(getattr(patcher, "model", None))
-                patches[word] = model, frozenset(set(_patches_of(patcher)) - earlier)
+                patches[word] = model, frozenset(set(_patches_of(patcher)) - set(_patches_of(before)))
         return _Known(one.name, one.kinds, weighed, patches)
 
 
@@ -206,6 +234,8 @@ def _verdict_of(
     """The verdict on a LoRA of a node, with what became of the models that the node gave."""
     nowhere, unused = _leads_nowhere(prompt, node_id, known.kinds), _unused(known, node_id, prompt, seen)
     verdict = _with_use(known.weighed, nowhere, unused)
+    if not verdict["effective"] and any(ids & seen.replaced for _, ids in known.patches.values()):
+        verdict["why"] = _REPLACED
     return said(known.name, verdict, since)
 
 
@@ -227,11 +257,12 @@ def _model_and_patches(patcher: Any) -> tuple[int, frozenset[int]]:
 
 
 def _patches_of(patcher: Any) -> Iterator[int]:
-    """The identities of a model's patches, as far as later ones leave them.
+    """The identities of a model's patches, as far as later ones leave them, and of its adapters beside the weights.
 
     A patch is (strength, change, strength of what was there before, …); that of a model which was merged into this one holds
     the other's patches. A merge that takes nothing of one of the two leaves out its patches.
     """
+    yield from bypasses_of(patcher)
     todo = list((getattr(patcher, "patches", None) or {}).values())
     while todo:
         for patch in reversed(todo.pop()):
@@ -250,27 +281,80 @@ def _is_zero(strength: object) -> bool:
     return isinstance(strength, int | float) and strength == 0
 
 
-def _unused(known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen) -> frozenset[str]:
-    """What of the models that a node gives was not used: the prompt used the same ones, but never with the LoRA's patches.
+def _unused(known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen) -> dict[str, str]:
+    """What of the models that a node gives was not used, and how that is said.
 
-    Where ComfyUI kept the output of a node that follows, it may have been used for that.
+    The prompt used the same ones, but never with the LoRA's patches; or it ended before it used them. Where ComfyUI kept the
+    output of a node that follows, it may have been used for that.
     """
-    found = set()
+    found = {}
     for slot, kind in enumerate(known.kinds):
         model, patches = known.patches.get(_KINDS.get(kind, ""), (0, frozenset()))
         in_use = seen.in_use.get(model)
-        is_idle = patches and in_use is not None and in_use.isdisjoint(patches)
+        how = _ENDED if in_use is None and not prompt.facts.get("success", True) else _NOT_RUN
+        is_idle = patches and (how is _ENDED if in_use is None else in_use.isdisjoint(patches))
         if is_idle and prompt.cached.isdisjoint(following(prompt.graph, node_id, slot)):
-            found.add(_KINDS[kind])
-    return frozenset(found) if node_id in prompt.graph else frozenset()
+            found[_KINDS[kind]] = how
+    return found if node_id in prompt.graph else {}
+
+
+def _calls(
+    inputs: Mapping[str, Any], results: Sequence[Any], *, is_one: bool
+) -> list[tuple[Mapping[str, Any], tuple[Any, ...]]]:
+    """Each call of a node's function: what it was given, and what it gave.
+
+    ComfyUI calls it for each entry of its longest input, with the last entry of shorter ones.
+
+    Args:
+        inputs: Lists by name.
+        results: A list for each output.
+        is_one: Whether the function takes all lists at once.
+    """
+    lists = {name: values for name, values in inputs.items() if isinstance(values, list) and values}
+    count = 1 if is_one else max(map(len, lists.values()), default=1)
+    if any(not isinstance(values, list) or len(values) != count for values in results):
+        count = 1
+    return [
+        (
+            {name: values[min(at, len(values) - 1)] for name, values in lists.items()},
+            tuple(values[at] if isinstance(values, list) and values else None for values in results),
+        )
+        for at in range(count)
+    ]
+
+
+def _models_of(given: Mapping[str, Any], gave: Mapping[str, Any]) -> dict[str, Any]:
+    """The models that a call of a node was given and gave; of a node that makes a model itself, the latter."""
+    models = {"unet": gave.get("MODEL"), "clip": gave.get("CLIP")}
+    return {"unet before": given.get("model"), "clip before": given.get("clip"), **models}
+
+
+def without_loras(model: Any) -> Any:
+    """The model as it is without any LoRA: a clone as each loader makes one, which nothing is put on or loaded of."""
+    clone = model.clone()
+    patcher = _patcher_of(clone)
+    patcher.patches = {}
+    if getattr(patcher, "injections", None):
+        patcher.injections = {}
+    return clone
+
+
+def _without_replaced(before: Any, after: Any) -> Any:
+    """A model as a loader was given it, without the adapters beside the weights that are gone from what it gave."""
+    clone = before.clone()
+    left = _patcher_of(after).injections
+    own = _patcher_of(before).injections
+    _patcher_of(clone).injections = {name: one for name, one in own.items() if left.get(name) is one}
+    return clone
 
 
 def _names_in(inputs: Mapping[str, Any]) -> Iterator[str]:
     """The LoRA files that a node is given: as `lora_name`, or where one of its values, or what lies in one, names a file."""
-    if isinstance(name := first_of(inputs.get("lora_name")), str):
+    name = inputs.get("lora_name")
+    others = [value for key, value in inputs.items() if not key.endswith(("lora_name", *_OTHER_FILES))]
+    if isinstance(name, str) and name != _NONE:
         yield name
-    else:
-        yield from (text for text in _texts_in(list(inputs.values()), _DEEPEST) if path_of(text) is not None)
+    yield from (text for text in _texts_in(others, _DEEPEST) if path_of(text) is not None)
 
 
 def _texts_in(value: Any, depth: int) -> Iterator[str]:
@@ -286,7 +370,7 @@ def _texts_in(value: Any, depth: int) -> Iterator[str]:
 
 def _why_off(inputs: Mapping[str, Any]) -> str | None:
     """That a loader is given strengths, and each is 0."""
-    strengths = [first_of(inputs[name]) for name in ("strength_model", "strength_clip") if name in inputs]
+    strengths = [value for name, value in inputs.items() if name in _STRENGTHS]
     if not strengths or any(strengths):
         return None
     return ZERO if len(strengths) > 1 else _ITS_ZERO
@@ -315,9 +399,20 @@ def _patcher_of(model: Any) -> Any:
     return getattr(model, "patcher", model)
 
 
-def _is_hooked(node: NodeWatch, kinds: Sequence[Any], inputs: Mapping[str, Any]) -> bool:
-    """Whether a node makes hooks, has them set on a model, or samples or encodes with them."""
-    return "HOOKS" in kinds or "hooks" in inputs or node.is_sampler or "CONDITIONING" in kinds
+def _is_hooked(
+    node: NodeWatch, kinds: Sequence[str], inputs: Mapping[str, Any], models: Mapping[str, Any]
+) -> bool:
+    """Whether the LoRA of a node is a hook's, which `hook_lora` judges.
+
+    It makes hooks, or has them set on a model; or it reads the LoRA since it samples or encodes with them. Such a node may put
+    a LoRA on a model all the same, as loaders do that encode the prompt too: then it gives another model than it was given.
+    """
+    if "HOOKS" in kinds or "hooks" in inputs:
+        return True
+    is_other = any(
+        models[part] is not None and models[part] is not models[f"{part} before"] for part in ("unet", "clip")
+    )
+    return (node.is_sampler or "CONDITIONING" in kinds) and not is_other
 
 
 def path_of(name: Any) -> str | None:
@@ -378,7 +473,7 @@ def _weigh(models: Mapping[str, Any], path: str | None) -> tuple[_Weighed, dict[
 
 
 def _with_use(
-    weighed: _Weighed, leads_nowhere: frozenset[str], unused: frozenset[str] = frozenset()
+    weighed: _Weighed, leads_nowhere: frozenset[str], unused: Mapping[str, str] = _ALL_USED
 ) -> dict[str, Any]:
     verdict = dict(weighed.verdict)
     if weighed.modules or weighed.of is not None:
@@ -402,7 +497,7 @@ def use_of(
     leads_nowhere: frozenset[str],
     *,
     has_denoiser: bool,
-    unused: frozenset[str] = frozenset(),
+    unused: Mapping[str, str] = _ALL_USED,
 ) -> dict[str, Any]:
     """What a verdict says of the modules of a file: how many act on weights that the prompt takes.
 
@@ -411,21 +506,22 @@ def use_of(
         verdict: What the weights say: `effective`, and `why`.
         leads_nowhere: "denoiser" or "text encoder", where the loader gives it to no other node.
         has_denoiser: Whether the loader gives one.
-        unused: The same, where no node that ran used it as the loader gives it.
+        unused: Of the same, how it is said that no node used it as the loader gives it.
     """
     acting = Counter(
         "text encoder" if is_for_text(module["name"]) else "denoiser" for module in modules if module["acts"]
     )
-    lost = [part for part in acting if part in leads_nowhere | unused]
+    lost = [part for part in acting if part in leads_nowhere or part in unused]
     used = sum(count for part, count in acting.items() if part not in lost)
     effective, why = verdict["effective"], verdict["why"]
     if effective and lost:
-        effective = used > 0
-        how = "no node takes" if leads_nowhere.issuperset(lost) else "no node that ran uses"
-        why = f"{how} the {' and the '.join(lost)} that the loader gives"
+        hows = [unused[part] for part in lost if part not in leads_nowhere]
+        why = f"{hows[0] if hows else 'no node takes'} the {' and the '.join(lost)} that the loader gives"
+        effective = True if used else None if _ENDED in hows else False
     elif effective and has_denoiser and acting["text encoder"] and not acting["denoiser"]:
         why = why or "it changes the text encoder only"
     return {
+        **({"reason": why} if effective is None and verdict["effective"] else {}),
         "effective": effective,
         "why": why,
         "modules_used": 0 if effective is False else used,

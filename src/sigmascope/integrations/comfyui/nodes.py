@@ -15,7 +15,7 @@ from torch import Tensor
 from sigmascope.checkpoints.tensor_dumps import TensorDumps, flatten
 from sigmascope.files import atomic_path
 from sigmascope.integrations.comfyui import session
-from sigmascope.integrations.comfyui.lora import in_words, judge, path_of
+from sigmascope.integrations.comfyui.lora import in_words, judge, path_of, without_loras
 from sigmascope.integrations.comfyui.posted_graph import links_of
 from sigmascope.integrations.comfyui.recording import COMFYUI
 from sigmascope.probes.reading import describe
@@ -160,9 +160,9 @@ def _said(find_out: Any) -> str:
 
 
 def _verdicts(model: Any, clip: Any, graph: Mapping[str, Any], node: str) -> str:
-    models = {"unet": model, "unet before": _without_patches(model)}
+    models = {"unet": model, "unet before": without_loras(model)}
     if clip is not None:
-        models |= {"clip": clip, "clip before": _without_patches(clip)}
+        models |= {"clip": clip, "clip before": without_loras(clip)}
     names = list(dict.fromkeys(_loras_before(graph, node)))
     if not names:
         verdict, _ = judge(models, None, frozenset())
@@ -172,13 +172,6 @@ def _verdicts(model: Any, clip: Any, graph: Mapping[str, Any], node: str) -> str
         verdict, _ = judge(models, path_of(name), frozenset())
         lines.append(f"{name}: {in_words(verdict)}")
     return "\n".join(lines)
-
-
-def _without_patches(model: Any) -> Any:
-    """The model as it is without any LoRA: a clone as each loader makes one, which nothing is put on or loaded of."""
-    clone = model.clone()
-    getattr(clone, "patcher", clone).patches = {}
-    return clone
 
 
 def _loras_before(graph: Mapping[str, Any], node: str) -> Iterator[str]:
