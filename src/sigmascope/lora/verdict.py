@@ -779,6 +779,7 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     yield from _prefix(verdict)
     yield from _some_biases(verdict, keys)
     yield from _rotations(verdict)
+    yield from _magnitudes(keys)
 
 
 _ALPHAS_READ: Final = ("flux", "chroma")
@@ -974,6 +975,20 @@ def _rotations(verdict: LoraVerdict) -> Iterator[Finding]:
             f"The file holds {named}, which ComfyUI applies and diffusers does not.",
             {"kinds": ", ".join(kinds)},
             "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
+        )
+
+
+def _magnitudes(keys: Sequence[str]) -> Iterator[Finding]:
+    """ComfyUI 0.3 to 0.33 reads DoRA's magnitudes by kohya's name alone, and logs others as keys that are not loaded."""
+    lost = [key for key in keys if ".lora_magnitude_vector" in key]
+    if lost:
+        yield Finding(
+            "lora_comfyui_loses_magnitudes",
+            "warning",
+            f"ComfyUI leaves out the magnitudes of {counted(len(lost), 'DoRA module')} and applies the rest as a plain LoRA: it reads "
+            "magnitudes as .dora_scale, and the file has .lora_magnitude_vector.",
+            {"modules": len(lost), "first": lost[0]},
+            "For ComfyUI, convert the file with its model: sigmascope lora convert FILE NEW --format kohya --model MODEL.",
         )
 
 

@@ -55,7 +55,9 @@ _HOST_OF_FINDING: Final = {
     "lora_whole_differences": "diffusers",
     "lora_prefix": "diffusers",
     "lora_some_biases": "diffusers",
+    "lora_comfyui_only": "diffusers",
     "lora_comfyui_loses_attention": "comfyui",
+    "lora_comfyui_loses_magnitudes": "comfyui",
 }
 """Whose loader a finding about the file's form is about."""
 _ABOUT_NAMES: Final = frozenset(
@@ -72,7 +74,7 @@ _WIDENED_ON_PURPOSE: Final = "x_embedder"
 """The layer that takes the latent, which diffusers widens for a control LoRA: it takes the control picture too."""
 _FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})
 """Findings on a file that say already why nothing is on the models."""
-_WHY_NOT_LOADED: Final = frozenset(_HOST_OF_FINDING) | {
+_WHY_NOT_LOADED: Final = (_HOST_OF_FINDING.keys() - {"lora_comfyui_loses_magnitudes"}) | {
     id for id, row in VERDICTS.items() if row.many and row.severity == "error"
 }
 """Findings on a file that a loader may have refused all of it for: its form, or modules that do not fit."""

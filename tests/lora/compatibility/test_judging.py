@@ -224,6 +224,18 @@ def test_attention_that_comfyui_loses_is_counted(pipelines: Pipelines, save: Sav
     assert finding.evidence["modules"] == len(attention)
 
 
+def test_magnitudes_that_comfyui_does_not_read_are_told(tmp_path: Path) -> None:
+    """Comfy-Org/ComfyUI issues 3494 and 4259: "lora key not loaded: ….lora_magnitude_vector"."""
+    factors = {"to_q.lora_A.weight": torch.ones(2, 4), "to_q.lora_B.weight": torch.ones(4, 2)}
+    told = []
+    for name in ("lora_magnitude_vector", "dora_scale"):
+        path = tmp_path / f"{name}.safetensors"
+        save_file({**factors, f"to_q.{name}": torch.ones(4, 1)}, path)
+        findings = judge_lora(path, {"to_q.weight": (4, 4)}).findings
+        told.append([one.evidence for one in findings if one.id == "lora_comfyui_loses_magnitudes"])
+    assert told == [[{"modules": 1, "first": "to_q.lora_magnitude_vector"}], []]
+
+
 @pytest.mark.parametrize(
     ("content", "said"), [(b"", "lora.safetensors"), (b"\x08\0\0\0\0\0\0\0{}", "lora.safetensors")]
 )

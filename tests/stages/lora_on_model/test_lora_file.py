@@ -76,9 +76,10 @@ def test_a_file_of_which_nothing_is_on_the_model_is_critical(unet: ModelPatcher,
     assert found["success"] is False
 
 
+@pytest.mark.parametrize("id", ["lora_kohya_names", "lora_comfyui_only"])
 @pytest.mark.parametrize(("host", "named"), [("comfyui", False), ("diffusers", True)])
-def test_what_only_another_host_does_with_the_file_is_left_out(host: str, named: bool) -> None:
-    finding = Finding("lora_kohya_names", "info", "diffusers reads …")
+def test_what_only_another_host_does_with_the_file_is_left_out(host: str, named: bool, id: str) -> None:
+    finding = Finding(id, "warning", "diffusers reads …")
     verdict = LoraVerdict("x.safetensors", findings=(finding,))
     found = file_findings(verdict, None, host)
-    assert ("lora_kohya_names" in {one.id for one in found}) is named
+    assert (id in {one.id for one in found}) is named
