@@ -124,8 +124,18 @@ def image_to_image(*, seed: int = 1) -> Graph:
     return nodes
 
 
-def hooked(lora: str, *, strength: float = 1.0, in_use: bool = True, seed: int = 1) -> Graph:
-    """SD 1.5 with a LoRA as a hook, set on the CLIP that the positive prompt is encoded with."""
+def hooked(
+    lora: str, *, strength: float = 1.0, in_use: bool = True, until: float | None = None, seed: int = 1
+) -> Graph:
+    """SD 1.5 with a LoRA as a hook, set on the CLIP that the positive prompt is encoded with.
+
+    Args:
+        lora: Its name.
+        strength: On both.
+        in_use: Whether it is set on anything.
+        until: The share of the steps after which its schedule has strength 0; None: it has no schedule.
+        seed: The sampler's.
+    """
     nodes = graph(seed=seed)
     nodes["2"] = {
         "class_type": "CreateHookLora",
@@ -141,5 +151,14 @@ def hooked(lora: str, *, strength: float = 1.0, in_use: bool = True, seed: int =
     if not in_use:
         del nodes["4"], nodes["10"]
         nodes["11"] = {"class_type": "PlantedKeep", "inputs": {"hooks": ["2", 0]}}
+    if until is not None:
+        for number, times, start, before in (
+            ("12", 1.0, 0.0, {}),
+            ("13", 0.0, until, {"prev_hook_kf": ["12", 0]}),
+        ):
+            inputs = {"strength_mult": times, "start_percent": start, **before}
+            nodes[number] = {"class_type": "CreateHookKeyframe", "inputs": inputs}
+        nodes["14"] = {"class_type": "SetHookKeyframes", "inputs": {"hooks": ["2", 0], "hook_kf": ["13", 0]}}
+        nodes["4"]["inputs"]["hooks"] = ["14", 0]
     nodes["8"]["inputs"]["filename_prefix"] = f"hook_{lora}"
     return nodes

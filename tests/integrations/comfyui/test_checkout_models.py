@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.comfy_shapes.checkout import VARIABLE
 from tests.integrations.comfyui.graphs import Graph, family, graph, hooked, image_to_image
 from tests.integrations.comfyui.server import Server, node, packs, serving
+from tests.integrations.comfyui.test_checkout_odd import pixels
 
 from sigmascope.integrations.comfyui.one_line import line_of
 
@@ -161,6 +162,7 @@ def test_a_picture_is_encoded_and_changed(server: Server) -> None:
         ("flux", {}, 0, 19, "the file is for FLUX by its names"),
         ("zeros", {}, 0, 7, ""),
         ("good", {"strength": 0.0}, 0, None, "both strengths are 0"),
+        ("good", {"until": 0.5}, 7, 7, "7 of 7 modules used"),
         ("good", {"in_use": False}, 0, None, "no node that encodes a text or samples takes it"),
     ],
 )
@@ -173,6 +175,25 @@ def test_a_lora_in_the_conditioning_is_judged_by_the_weights_while_it_samples(
     assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (used > 0, used, of)
     assert says in verdict["says"]
     assert not any("lora_verdicts" in stage.facts for stage in run.walk() if stage is not node(run, "2"))
+
+
+def test_of_a_stack_of_loaders_that_bypass_the_weights_the_last_acts_alone(server: Server) -> None:
+    """The picture is that of the same graph without the first LoRA."""
+    if "LoraLoaderBypassModelOnly" not in server.ask("/object_info"):
+        pytest.skip("this ComfyUI has no such loader")
+    nodes = graph(seed=13)
+    nodes["3"]["inputs"]["clip"] = ["1", 1]
+    pictures = {}
+    for first in ("half", "good"):
+        for number, before, lora in (("2", "1", first), ("9", "2", "good")):
+            inputs = {"model": [before, 0], "lora_name": f"{lora}.safetensors", "strength_model": 0.8}
+            nodes[number] = {"class_type": "LoraLoaderBypassModelOnly", "inputs": inputs}
+        nodes["6"]["inputs"]["model"] = ["9", 0]
+        prompt_id = server.prompt(nodes)
+        run, pictures[first] = server.record(prompt_id), pixels(server, prompt_id)
+        told = {name: node(run, name).facts["lora_verdicts"][0]["effective"] for name in ("2", "9")}
+        assert told == {"2": False, "9": True}
+    assert pictures["half"] == pictures["good"]
 
 
 def test_a_gguf_is_read_and_its_lora_judged(base: Path, server: Server) -> None:

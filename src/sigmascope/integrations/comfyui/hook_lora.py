@@ -246,8 +246,13 @@ class HookLora(Instrument):
             )
             whys |= {} if why is None else {why: None}
         count = len(frozenset().union(*used.values()))
-        found = file_findings(matching.value, None, "comfyui")
-        grave = [finding.message for finding in found if finding.severity != "info"]
+        of_host = [*file_findings(matching.value, None, "comfyui")]
+        grave = [
+            finding.message
+            for finding in matching.value.findings
+            if finding.severity in ("critical", "error")
+            or (finding.severity == "warning" and finding in of_host)
+        ]
         if matching.value.matched and not was_in_force:
             whys = {_NEVER_IN_FORCE: None}
         verdict |= {"effective": count > 0, "modules_used": count, "modules": len(matching.value.modules)}
@@ -297,9 +302,11 @@ def _is_changed(patcher: Any, key: str, *, is_alone: bool) -> Tensor | None:
     if kept.device != now.device:
         return None
     if is_alone:
-        return (kept != now).any()
-    kept, now = kept.to(torch.float32), now.to(torch.float32)
-    return ~((kept - now).abs() <= _ROUNDING * kept.abs().max()).all()
+        is_same: Tensor = (kept == now).all()
+    else:
+        kept, now = kept.to(torch.float32), now.to(torch.float32)
+        is_same = ((kept - now).abs() <= _ROUNDING * kept.abs().max()).all()
+    return ~is_same
 
 
 def _read(looks: Mapping[str, Tensor]) -> dict[str, bool]:
