@@ -262,8 +262,8 @@ def test_a_busy_machine_is_not_blamed_on_the_run() -> None:
 def test_a_process_that_was_stopped_is_not_blamed_on_the_run() -> None:
     before, now = beside_others(2.0, 3.9, 0.1), beside_others(12.0, 3.9, 0.1, 10.0, others_cpu_share=0.02)
     assert what_changed([now], [before]).headline == (
-        "The times are not comparable: the process was stopped for 84 % of its time; no other program ran. Its own processor "
-        "time is as before: 3.90 s → 3.90 s."
+        "The times are not comparable: the process was stopped for 84 % of its time; no other program ran. The run's own "
+        "processor time is as before: 3.90 s → 3.90 s."
     )
     assert "the process before was stopped for 84 % of its time;" in what_changed([before], [now]).headline
 
