@@ -75,7 +75,7 @@ _TIMES_ITS_OWN: Final = 1.5
 _LIKELY: Final = 0.05
 """A p below which the machine's speed probably changed."""
 _FELT_BY_PIPELINES: Final = 0.5
-"""By so much of what changes the watch's work a pipeline's changes: as a power, measured on 401 sides of a loop 0.4 to 0.6."""
+"""By so much of what changes the watch's work a pipeline's changes: as a power, measured on 201 sides of a loop 0.4 to 0.6."""
 _MOST_MORE: Final = 40
 """Runs that one is advised to measure, on each side."""
 _ORDERS_OF_FIVE: Final = math.comb(2 * _FEWEST_TO_TEST, _FEWEST_TO_TEST)
