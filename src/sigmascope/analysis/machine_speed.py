@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sigmascope.analysis.recipe import SET_UP, recipe_groups
-from sigmascope.analysis.run_figures import in_order, known
+from sigmascope.analysis.run_figures import known
+from sigmascope.analysis.run_order import in_order
 from sigmascope.records.run import OWN_CPU_SECONDS, RUNS_BEFORE, Run, is_duration
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean, median, stdev
 from typing import Any, Final, Literal, NamedTuple
 
-from sigmascope.analysis.run_order import in_order as in_order
+from sigmascope.analysis.run_order import in_order
 from sigmascope.records.performance import ProcessorUse, others_of, processor_use_of
 from sigmascope.records.run import Run, Stage, device_seconds, is_duration, names_in
 
@@ -147,8 +147,14 @@ def _total(run: Run) -> _Of:
     return _Of(TOTAL, "seconds", run.seconds, *_of_processor(run, facts, run.seconds))
 
 
-_OfProcessor = tuple[float | None, float | None, bool, bool, bool]
-_NOTHING_OF_PROCESSOR: Final[_OfProcessor] = None, None, False, False, False
+class _OfProcessor(NamedTuple):
+    """The processor's part in some time, as `_Of` has it."""
+
+    own: float | None = None
+    waited: float | None = None
+    is_estimate: bool = False
+    is_by_others: bool = False
+    is_stopped: bool = False
 
 
 def _of_processor(run: Run, facts: Sequence[Mapping[str, Any]], seconds: float) -> _OfProcessor:
@@ -165,7 +171,7 @@ def _of_processor(run: Run, facts: Sequence[Mapping[str, Any]], seconds: float) 
     is_stopped = is_known and stopped > sum(known(waits)) / 2
     if share is not None and others is not None and others > share and _is_crowded(run, others):
         share, is_by_others, is_stopped = others, True, False
-    return (
+    return _OfProcessor(
         None if None in own or has_device else sum(known(own)),
         share,
         not is_known,
@@ -197,7 +203,7 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[_Of]:
         seconds = [value for value in times if value is not None and is_duration(value)]
         is_whole = len(seconds) == len(times)
         folded = _folded_seconds(run, name, on_device)
-        of_processor = _NOTHING_OF_PROCESSOR
+        of_processor = _OfProcessor()
         if name not in on_device and is_whole and not folded:
             of_processor = _of_processor(run, [stage.facts for stage in stages], sum(seconds))
         whole = sum(seconds) + folded if is_whole else math.nan
@@ -207,8 +213,8 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[_Of]:
         steps = [value for column in columns for value in warm(column)]
         if columns:
             step = median(steps) if steps and all(map(known, columns)) else math.nan
-            own_step = None if of_processor[0] is None else _own_step(stages)
-            yield _Of(step_name(stages[0]), "seconds", step, own_step, *of_processor[1:])
+            own_step = None if of_processor.own is None else _own_step(stages)
+            yield _Of(step_name(stages[0]), "seconds", step, *of_processor._replace(own=own_step))
     peak = run.peak()
     if peak.rss_bytes is not None:
         yield _Of(PROCESS_PEAK, "bytes", float(peak.rss_bytes))

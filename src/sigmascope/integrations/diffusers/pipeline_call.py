@@ -208,11 +208,7 @@ class CallObserver(Observer):
             global_states: Of PyTorch's own generators, before the call; None: they tell nothing.
         """
         read, arguments = self.guard.read, seen_in_call.arguments
-        compiled = compilations_since(self.session.recorder.clock() - stage.started_ns)
-        if compiled.value is not None:
-            stage.fact(COMPILATIONS, asdict(compiled.value))
-        elif compiled.reason is not None:
-            stage.missing(COMPILATIONS, compiled.reason)
+        self._tell_compilations(stage)
         others = read("watch.recipe", lambda: other_arguments(arguments))
         seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
         loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
@@ -236,10 +232,8 @@ class CallObserver(Observer):
         recipe |= {} if drawn is None else {"global_states": drawn}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
         idle = read("watch.lora", lambda: begin_idle_lora_findings(pipeline, loras or {}, seen_in_call))
-        scales = read("watch.lora", lambda: scales_of_call(pipeline, seen_in_call)) or {}
-        for name, lora in (loras or {}).items():
-            if not lora.get("merged") and (scaled := scales.get(component_of(name))) is not None:
-                lora["call_scale"] = scaled[1]
+        if loras:
+            read("watch.lora", lambda: _note_scales(loras, scales_of_call(pipeline, seen_in_call)))
         contents = [
             *tensors.values(),
             *(models or {}).values(),
@@ -274,6 +268,13 @@ class CallObserver(Observer):
 
         self.session.arrivals.expect(partial(_have_arrived, contents), tell_late)
 
+    def _tell_compilations(self, stage: LiveStage) -> None:
+        compiled = compilations_since(self.session.recorder.clock() - stage.started_ns)
+        if compiled.value is not None:
+            stage.fact(COMPILATIONS, asdict(compiled.value))
+        elif compiled.reason is not None:
+            stage.missing(COMPILATIONS, compiled.reason)
+
     def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
         kept = stored_prompts(prompts, self.session.options.prompts)
         if kept:
@@ -284,6 +285,14 @@ class CallObserver(Observer):
                     for name, prompt in kept.items()
                 },
             )
+
+
+def _note_scales(loras: Mapping[str, dict[str, Any]], scales: Mapping[str, tuple[str, float]]) -> None:
+    """Note with each LoRA that is not merged what the call multiplies it by."""
+    for name, lora in loras.items():
+        scaled = scales.get(component_of(name))
+        if scaled is not None and not lora.get("merged"):
+            lora["call_scale"] = scaled[1]
 
 
 def _drawn_from(before: Mapping[str, str] | None, arguments: Mapping[str, Any]) -> dict[str, str] | None:
