@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from sigmascope.probes.models import named_modules_in
@@ -142,3 +144,117 @@ def test_where_a_name_is_held_is_told_of_all_modules_or_of_some() -> None:
     assert tree.holding("mark") == [first, second]
     assert tree.holding("mark", [0, second]) == [second]
     assert [own["mark"] for own in tree.own_at([second, first])] == [None, 1]
+
+
+@pytest.fixture
+def adapted() -> Any:
+    """Forty layers, with a LoRA of PEFT on each."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    config = LoraConfig(r=2, target_modules=[str(place) for place in range(40)], init_lora_weights=False)
+    inject_adapter_in_model(config, layers, "a")
+    return layers
+
+
+def named(model: nn.Module) -> dict[str, nn.Module]:
+    return dict(named_modules_in(model))
+
+
+def test_what_does_nothing_beside_an_adapter_is_left_out(adapted: Any) -> None:
+    parts = {name.removeprefix("7.") for name in named(adapted) if name.startswith("7.")}
+    assert parts == {"base_layer", "lora_A", "lora_A.a", "lora_B", "lora_B.a"}
+    assert {*named(adapted)} < {name for name, _ in adapted.named_modules()}
+
+
+SECOND_ADAPTER = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+
+
+@SECOND_ADAPTER
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"use_dora": True}, {"lora_magnitude_vector", "lora_magnitude_vector.b"}),
+        ({"lora_dropout": 0.1}, {"lora_dropout", "lora_dropout.a", "lora_dropout.b"}),
+    ],
+)
+def test_what_another_adapter_fills_is_there_with_it(
+    adapted: Any, options: dict[str, Any], expected: set[str]
+) -> None:
+    before = {*named(adapted)}
+    config = LoraConfig(r=2, target_modules=["7"], init_lora_weights=False, **options)
+    inject_adapter_in_model(config, adapted, "b")
+    added = {name.removeprefix("7.") for name in {*named(adapted)} - before}
+    assert added == {"lora_A.b", "lora_B.b", *expected}
+
+
+@SECOND_ADAPTER
+def test_of_a_layer_whose_adapters_have_no_modules_nothing_is_left_out() -> None:
+    words = nn.ModuleDict({str(place): nn.Embedding(4, 4) for place in range(40)})
+    config = LoraConfig(r=2, target_modules=["7", "8"], init_lora_weights=False)
+    inject_adapter_in_model(config, words, "a")
+    assert [*named_modules_in(words)] == [*words.named_modules()]
+    before = len(tree_of(words).tensors)
+    inject_adapter_in_model(config, words, "b")
+    assert len(tree_of(words).tensors) == before + 4
+
+
+def take_out(layer: Any) -> object:
+    return layer.lora_A._modules.pop("a")
+
+
+def exchange(layer: Any) -> object:
+    kept = layer.lora_B["a"]
+    layer.lora_B["a"] = nn.Linear(2, 4, bias=False)
+    return kept
+
+
+@pytest.mark.parametrize("change", [take_out, exchange])
+def test_a_factor_that_somebody_keeps_and_took_out_is_there_no_more(
+    adapted: Any, change: Callable[[Any], object]
+) -> None:
+    known, before = tree_of(adapted), named(adapted)
+    kept = change(adapted[7])
+    after = named(adapted)
+    assert tree_of(adapted).derived is not known.derived
+    assert kept in before.values()
+    assert kept not in after.values()
+
+
+def hold(model: Any, name: str) -> bool:
+    """Whether a module's `__dict__` is among those that have hooks, first."""
+    return any(own is vars(model.get_submodule(name)) for own in tree_of(model).hooked)
+
+
+def test_hooks_are_those_of_now(adapted: Any) -> None:
+    assert not tree_of(adapted).hooked
+    first = adapted[3].lora_A["a"].register_forward_hook(lambda *_: None)
+    assert hold(adapted, "3.lora_A.a")
+    second = adapted[5].register_forward_pre_hook(lambda *_: None)
+    assert hold(adapted, "3.lora_A.a")
+    assert hold(adapted, "5")
+    first.remove()
+    assert not hold(adapted, "3.lora_A.a")
+    assert hold(adapted, "5")
+    second.remove()
+    assert not tree_of(adapted).hooked
+    adapted[9].register_forward_hook(lambda *_: None)
+    assert hold(adapted, "9")
+
+
+def test_passes_of_a_module_s_own_are_those_of_now(adapted: Any) -> None:
+    assert not tree_of(adapted).rerouted
+    adapted[3].forward = adapted[4].forward
+    assert [own is vars(adapted[3]) for own in tree_of(adapted).rerouted] == [True]
+    del adapted[3].forward
+    assert not tree_of(adapted).rerouted
+
+
+def test_tensors_are_those_that_a_state_dict_has(adapted: Any) -> None:
+    adapted.append(nn.BatchNorm1d(4))
+    adapted.append(nn.Linear(1, 1))
+    adapted[-1].register_buffer("kept", torch.zeros(1))
+    adapted[-1].register_buffer("passing", torch.zeros(1), persistent=False)
+    for _ in range(2):  # walked, and known again
+        assert {*map(id, tree_of(adapted).tensors)} == {*map(id, adapted.state_dict(keep_vars=True).values())}
+    adapted[0].base_layer.bias = None
+    adapted[40].running_mean = torch.ones(4)
+    assert {*map(id, tree_of(adapted).tensors)} == {*map(id, adapted.state_dict(keep_vars=True).values())}

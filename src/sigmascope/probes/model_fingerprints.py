@@ -12,10 +12,10 @@ accelerator waits for it; what begins with `begin_` does not, and gives what has
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from operator import attrgetter, call, is_, is_not, itemgetter, methodcaller
-from typing import Final
+from operator import attrgetter, call, is_, itemgetter
+from typing import Final, NamedTuple
 
+import torch
 import xxhash
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ from sigmascope.probes.models import (
     own_parameters,
     unwrap,
 )
-from sigmascope.probes.module_tree import ModuleTree, tree_of
+from sigmascope.probes.module_tree import tree_of
 from sigmascope.probes.peft import adapters_of, base_weights, by_adapter, number_for
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, attribute
 from sigmascope.probes.tensors import why_unreadable
@@ -167,47 +167,39 @@ def _kept(
     return mine[1]
 
 
+class _State(NamedTuple):
+    """What tells a model's weights from those of another time, without keeping one alive; and how many others it had."""
+
+    references: Sequence[Callable[[], Tensor | None]]
+    counted: Sequence[tuple[int, torch.dtype]]
+    merged: Sequence[tuple[str, ...]]
+    number: int
+
+
 def _state_of(module: nn.Module) -> int:
+    """A new tensor may get the `id` of one that is gone: so it is asked whether each is the object that it was."""
     tree = tree_of(module)
-    tensors = _tensors_in(tree)
+    tensors = tree.tensors
     try:
-        counted = (*map(_COUNTED, tensors),)
+        counted = [*map(_COUNTED, tensors)]
     except PROBE_ERRORS:  # inference tensors count nothing
-        counted = (*((_version(tensor), tensor.dtype) for tensor in tensors),)
+        counted = [(_version(tensor), tensor.dtype) for tensor in tensors]
     layers: list[int] = tree.derive("layers that merge", lambda: tree.holding(_MERGED))
-    merged = [(*map(str, own.get(_MERGED) or ()),) for own in tree.own_at(layers)]
-    return hash((_number_of(module, tensors), counted, *merged))
+    held = tree.held(_MERGED, layers)
+    merged = [(*map(str, names or ()),) for names in held] if any(held) else []
+    before = _STATES.get(module)
+    if (
+        before is None
+        or (before.counted, before.merged) != (counted, merged)
+        or not all(map(is_, map(call, before.references), tensors))
+    ):
+        number = 0 if before is None else before.number + 1
+        before = _STATES[module] = _State([*map(weakref.ref, tensors)], counted, merged, number)
+    return before.number
 
 
 _COUNTED: Final = attrgetter("_version", "dtype")
-
-
-def _number_of(module: nn.Module, tensors: Sequence[Tensor]) -> int:
-    """Another number once one of a model's tensors is another object: a new one may get the `id` of one that is gone."""
-    references, number = _SEEN.get(module, ((), 0))
-    known = map(call, references)
-    if len(references) != len(tensors) or not all(map(is_, known, tensors)):
-        number += 1
-        _SEEN[module] = [*map(weakref.ref, tensors)], number
-    return number
-
-
-_SEEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Sequence[Callable[[], Tensor | None]], int]]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _tensors_in(tree: ModuleTree) -> list[Tensor]:
-    """All parameters and those buffers that a state dict has, without their names."""
-    tensors = [*filter(_IS_SET, chain.from_iterable(map(methodcaller("values"), tree.parameters)))]
-    for own in tree.with_buffers:
-        transient = own.get("_non_persistent_buffers_set") or ()
-        held = ((name, buffer) for name, buffer in own["_buffers"].items() if name not in transient)
-        tensors += [buffer for _, buffer in held if buffer is not None]
-    return tensors
-
-
-_IS_SET: Final = partial(is_not, None)
+_STATES: "weakref.WeakKeyDictionary[nn.Module, _State]" = weakref.WeakKeyDictionary()
 
 
 def _version(tensor: Tensor) -> int:

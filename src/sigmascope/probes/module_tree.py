@@ -2,6 +2,8 @@
 
 A watch asks a model for its modules at every call, and a U-Net with a LoRA has seven thousand. To see that they are
 still the same takes a tenth of what walking them takes. Nothing is called on a module, and none is kept alive.
+
+PEFT keeps ten modules beside each layer, half of which do nothing (`_idle_parts`): these are left out.
 """
 
 import gc
@@ -16,6 +18,7 @@ from itertools import chain, compress, repeat
 from typing import Any, Final, TypeVar
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sigmascope.probes.reading import PROBE_ERRORS, attribute
 
@@ -24,6 +27,10 @@ _OWN: Final = operator.attrgetter("__dict__")
 _CHILDREN: Final = operator.itemgetter("_modules")
 _PARAMETERS: Final = operator.itemgetter("_parameters")
 _BUFFERS: Final = operator.itemgetter("_buffers")
+_HOOKS_OF: Final = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+_HOLDERS: Final = {"_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
+OF_ADAPTERS: Final = "adapter_layer_names"
+"""What the classes of PEFT's layers have, and no other."""
 _WORTH_KEEPING: Final = 64
 """Modules: fewer are walked as fast as they are compared."""
 
@@ -48,13 +55,14 @@ class ModuleTree:
     """A model's modules while they are looked at; let go of it then.
 
     Attributes:
-        modules: The model first, each once, in the order of their names.
+        modules: The model first, each once, in the order of their names; without what an adapter's layer keeps that does nothing.
         names: Dotted, of the same; "" for the model.
         own: What is in each one's `__dict__`.
         shape: Where each one is registered.
         derived: What was found out from the modules' places and classes alone; holds no module.
-        parameters: Of each module that has some.
-        with_buffers: What is in the `__dict__` of modules that have some.
+        tensors: All parameters, and those buffers that a state dict has.
+        hooked: What is in the `__dict__` of modules that have forward hooks.
+        rerouted: What is in the `__dict__` of modules that have a forward pass of their own, or a compiled one.
     """
 
     modules: Sequence[nn.Module]
@@ -62,8 +70,9 @@ class ModuleTree:
     own: Sequence[Mapping[str, Any]]
     shape: "Shape"
     derived: dict[object, Any]
-    parameters: Sequence[Mapping[str, Tensor | None]]
-    with_buffers: Sequence[Mapping[str, Any]]
+    tensors: Sequence[Tensor]
+    hooked: Sequence[Mapping[str, Any]]
+    rerouted: Sequence[Mapping[str, Any]]
 
     def derive(self, what: object, find: Callable[[], _Derived]) -> _Derived:
         """What `find` gives, which must hold no module (see `indices`), and depend on places and classes alone."""
@@ -136,27 +145,34 @@ def answers_itself(kind: type[nn.Module], name: str) -> bool:
     return not is_plain or hasattr(kind, name)
 
 
+_NEVER_CALLED: Final = frozenset({nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList})
+"""Of these very classes no module has a forward pass, nor calls its hooks."""
 _WITHOUT_WEIGHTS: Final = frozenset(
     {nn.ModuleDict, nn.ModuleList, nn.Sequential, nn.Identity, nn.Dropout, nn.SiLU}
 )
-"""Of these very classes no module reads a weight of its own, and two modules in five of a model with LoRAs are of them."""
+"""Of these very classes no module reads a weight of its own. Nor does an adapter's layer, but for those that it begins with."""
+_LEAVES: Final = frozenset({nn.Linear, nn.Conv2d, nn.Embedding, nn.GroupNorm, nn.LayerNorm})
+"""Of these very classes no module calls another one, or reads a buffer of its own."""
 _AT_ONCE: Final = 256
 """Modules: what is in them lies in the processor's cache from one question to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What some modules of a tree were like, one after the other, without them."""
+    """What some modules of a tree were like, one after the other, without them; and which are asked for what."""
 
     references: list[Callable[[], nn.Module | None]]
     kinds: list[type]
-    may_have_weights: list[bool]
+    may_have_children: list[bool]
     counts: list[int]
-    child_names: list[str]
-    child_ids: list[int]
+    child_names: list[tuple[str, ...]]
+    to_children: list[Callable[[Mapping[str, Any]], object]]
+    child_hashes: list[int]
+    may_have_weights: list[bool]
+    may_have_buffers: list[bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outline:
     """What a tree was like, without its modules: they are all there still if all references are alive."""
 
@@ -164,33 +180,81 @@ class _Outline:
     names: list[str]
     shape: Shape
     derived: dict[object, Any]
+    hooks: "_Hooks"
 
     def tree(self) -> ModuleTree | None:
         """The modules; None if the tree is another one now."""
         modules: list[Any] = []
         own: list[Any] = []
-        parameters: list[Any] = []
-        with_buffers: list[Any] = []
+        tensors: list[Any] = []
+        rerouted: list[Any] = []
         for part in self.parts:
             some = [*map(operator.call, part.references)]
             if [*map(type, some)] != part.kinds:
                 return None
             of_some = [*map(_OWN, some)]
-            children = [*map(_CHILDREN, of_some)]
+            children = [*map(_CHILDREN, compress(of_some, part.may_have_children))]
             if [*map(len, children)] != part.counts:
                 return None
             full = [*filter(None, children)]
-            # No two modules that are there have one id, and each is a part's own: an equal one is the same module.
-            if [*map(id, chain.from_iterable(map(dict.values, full)))] != part.child_ids:
+            if [*map(tuple, full)] != part.child_names:
                 return None
-            if not all(map(operator.is_, chain.from_iterable(full), part.child_names)):
+            # A module's hash is made of its place in memory, and no two that are there have one place.
+            if [*map(hash, map(operator.call, part.to_children, full))] != part.child_hashes:
                 return None
             modules += some
             own += of_some
-            weighted = [*compress(of_some, part.may_have_weights)]
-            parameters += filter(None, map(_PARAMETERS, weighted))
-            with_buffers += compress(weighted, map(_BUFFERS, weighted))
-        return ModuleTree(modules, self.names, own, self.shape, self.derived, parameters, with_buffers)
+            weighted = compress(of_some, part.may_have_weights)
+            tensors += _tensors_of(weighted, [*compress(of_some, part.may_have_buffers)])
+            rerouted += _rerouted_among(of_some)
+        hooked = self.hooks.of(own)
+        return ModuleTree(modules, self.names, own, self.shape, self.derived, tensors, hooked, rerouted)
+
+
+def _tensors_of(
+    with_weights: Iterable[Mapping[str, Any]], with_buffers: Sequence[Mapping[str, Any]]
+) -> Iterator[Tensor]:
+    """Parameters and buffers, each as what is in a module's `__dict__` has them."""
+    yield from filter(
+        _IS_SET, chain.from_iterable(map(_VALUES, filter(None, map(_PARAMETERS, with_weights))))
+    )
+    for own in compress(with_buffers, map(_BUFFERS, with_buffers)):
+        transient = own.get("_non_persistent_buffers_set") or ()
+        yield from (
+            buffer for name, buffer in own["_buffers"].items() if buffer is not None and name not in transient
+        )
+
+
+_VALUES: Final = operator.methodcaller("values")
+_IS_SET: Final = partial(operator.is_not, None)
+
+
+class _Hooks:
+    """Which modules of a tree have forward hooks. PyTorch counts those that are registered: all are asked if it did."""
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self._called = [place for place, kind in enumerate(kinds) if kind not in _NEVER_CALLED]
+        self._registered: int | None = None
+        self._hooked: list[int] = []
+
+    def of(self, own: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """What is in the `__dict__` of those that have some; takes that of all."""
+        registered = getattr(RemovableHandle, "next_id", None)
+        if registered is None or registered != self._registered:
+            asked = map(own.__getitem__, self._called)
+            self._hooked = [*compress(self._called, map(any, map(_HOOKS_OF, asked)))]
+            self._registered = registered
+        known = map(own.__getitem__, self._hooked)
+        return [one for one in known if any(_HOOKS_OF(one))]
+
+
+def _rerouted_among(owns: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    either = map(
+        operator.or_,
+        map(operator.contains, owns, repeat("forward")),
+        map(operator.contains, owns, repeat("_compiled_call_impl")),
+    )
+    return compress(owns, either)
 
 
 _OUTLINES: "weakref.WeakKeyDictionary[nn.Module, _Outline]" = weakref.WeakKeyDictionary()
@@ -230,25 +294,32 @@ def tree_of(model: nn.Module) -> ModuleTree:
 
 
 def _tree_now(model: nn.Module) -> ModuleTree:
-    try:
-        known = _OUTLINES.get(model)
-        tree = None if known is None else known.tree()
-    except (
-        PROBE_ERRORS
-    ):  # what is registered is no longer in a dict, or the class compares modules in its own way
-        tree = None
+    tree = _known_tree(model)
     if tree is not None:
         return tree
     modules, names, shape = _walk(model)
     own = [*map(vars, modules)]
-    weighted = [vars(module) for module in modules if type(module) not in _WITHOUT_WEIGHTS]
-    parameters = [held for one in weighted if (held := one.get("_parameters"))]
-    with_buffers = [one for one in weighted if one.get("_buffers")]
-    tree = ModuleTree(modules, names, own, shape, {}, parameters, with_buffers)
     if len(modules) >= _WORTH_KEEPING:
         with suppress(*PROBE_ERRORS):
-            _OUTLINES[model] = _outline(tree)
-    return tree
+            _OUTLINES[model] = _outline(modules, own, names, shape)
+            tree = _known_tree(model)
+    if tree is not None:
+        return tree
+    # A module that was never initialised has none of its dictionaries.
+    whole = [one for one in own if one.keys() >= _HOLDERS]
+    hooked = [one for one in whole if any(_HOOKS_OF(one))]
+    tensors = [*_tensors_of(whole, whole)]
+    return ModuleTree(modules, names, own, shape, {}, tensors, hooked, [*_rerouted_among(own)])
+
+
+def _known_tree(model: nn.Module) -> ModuleTree | None:
+    try:
+        known = _OUTLINES.get(model)
+        return None if known is None else known.tree()
+    except (
+        PROBE_ERRORS
+    ):  # what is registered is no longer in a dict, or the class compares modules in its own way
+        return None
 
 
 def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str], Shape]:
@@ -273,34 +344,96 @@ def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str], Shape]:
         held = vars(module).get("_modules")
         if held and (type(held) is dict or isinstance(held, Mapping)):
             start = f"{name}." if name else ""
+            idle = _idle_parts(module, held)
             waiting += [
                 (start + own, child, place, own)
                 for own, child in reversed([*held.items()])
-                if isinstance(child, nn.Module)
+                if isinstance(child, nn.Module) and own not in idle
             ]
     return modules, names, Shape(parents, own_names, has_repeats)
 
 
-def _outline(tree: ModuleTree) -> _Outline:
-    """Fails where what is registered as a module is none."""
-    known = {*map(id, tree.modules), id(None)}
-    parts = [_part(tree.modules[start : start + _AT_ONCE]) for start in range(0, len(tree.modules), _AT_ONCE)]
-    if not known.issuperset(chain.from_iterable(part.child_ids for part in parts)):
-        raise TypeError("not all that is registered is a module")
-    return _Outline(parts, tree.names, tree.shape, tree.derived)
+def _idle_parts(module: nn.Module, held: Mapping[str, Any]) -> Collection[str]:
+    """What an adapter's layer keeps that does nothing: dictionaries that are empty, or hold identities alone.
+
+    PEFT fills one only for another adapter, which is also registered where those are that the layer has: so one of
+    these must be a dictionary of modules. Else none is left out.
+    """
+    names = getattr(type(module), OF_ADAPTERS, ())
+    of_adapters = (held.get(name) for name in names) if isinstance(names, tuple) else ()
+    if not any(type(part) is nn.ModuleDict and part._modules for part in of_adapters):
+        return ()
+    return [name for name, part in held.items() if type(part) in _DICTIONARIES and _is_idle(part)]
 
 
-def _part(modules: Sequence[nn.Module]) -> _Part:
+_DICTIONARIES: Final = frozenset({nn.ModuleDict, nn.ParameterDict})
+
+
+def _is_idle(part: nn.Module) -> bool:
+    return _is_bare(part) and all(
+        type(one) is nn.Identity and _is_bare(one) for one in part._modules.values()
+    )
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether it has no parameter and no buffer of its own."""
+    return not (module._parameters or module._buffers)
+
+
+def _outline(
+    modules: Sequence[nn.Module], own: Sequence[Mapping[str, Any]], names: list[str], shape: Shape
+) -> _Outline:
+    """Fails where what is registered as a module is none, or modules are told apart in their own way."""
+    plain: object = object.__hash__
+    if any(kind.__hash__ is not plain for kind in {*map(type, modules)}):
+        raise TypeError("a class has a hash of its own")
+    known = {*map(id, modules), id(None)}
+    ends = range(0, len(modules), _AT_ONCE)
+    parts = [_part(modules[start : start + _AT_ONCE], own[start : start + _AT_ONCE], known) for start in ends]
+    return _Outline(parts, names, shape, {}, _Hooks(map(type, modules)))
+
+
+def _part(modules: Sequence[nn.Module], own: Sequence[Mapping[str, Any]], known: Collection[int]) -> _Part:
     kinds = [*map(type, modules)]
-    children = [*map(_CHILDREN, map(_OWN, modules))]
+    may_have_children = [
+        kind not in _LEAVES or bool(one["_modules"]) for kind, one in zip(kinds, own, strict=True)
+    ]
+    children = [*map(_CHILDREN, compress(own, may_have_children))]
+    full = [*filter(None, children)]
+    to_children = [
+        _to_children(module, one["_modules"], known)
+        for module, one in zip(modules, own, strict=True)
+        if one["_modules"]
+    ]
+    may_have_weights = [
+        kind not in _WITHOUT_WEIGHTS and not (hasattr(kind, OF_ADAPTERS) and _is_bare(module))
+        for kind, module in zip(kinds, modules, strict=True)
+    ]
     return _Part(
         [*map(weakref.ref, modules)],
         kinds,
-        [kind not in _WITHOUT_WEIGHTS for kind in kinds],
+        may_have_children,
         [*map(len, children)],
-        [*chain.from_iterable(children)],
-        [*map(id, chain.from_iterable(map(dict.values, children)))],
+        [*map(tuple, full)],
+        to_children,
+        [*map(hash, map(operator.call, to_children, full))],
+        may_have_weights,
+        [
+            may and (kind not in _LEAVES or bool(one["_buffers"]))
+            for may, kind, one in zip(may_have_weights, kinds, own, strict=True)
+        ],
     )
+
+
+def _to_children(
+    module: nn.Module, held: Mapping[str, Any], known: Collection[int]
+) -> Callable[[Mapping[str, Any]], object]:
+    """What finds the modules that are registered on one, but for those that do nothing."""
+    idle = _idle_parts(module, held)
+    names = [name for name in held if name not in idle]
+    if not all(id(held[name]) in known for name in names):
+        raise TypeError("not all that is registered is a module")
+    return operator.itemgetter(*names)
 
 
 def registered(module: nn.Module, holder: str) -> Mapping[str, object]:

@@ -30,8 +30,10 @@ def preview(_pipe: Any, _step: int, _timestep: Any, kwargs: dict[str, Any]) -> d
     return kwargs
 
 
-def compute(is_over: list[int]) -> None:
-    while not is_over:
+def compute() -> None:
+    """For as long of the thread's own time, however busy the machine is; looks pause where it is."""
+    until = time.thread_time() + 2 * SLEEP
+    while time.thread_time() < until:
         sum(range(1000))
 
 
@@ -69,12 +71,10 @@ def test_helpers_before_between_and_after_stages_are_found(pipeline: Any) -> Non
 
 
 def test_what_a_worker_thread_computes_is_found(pipeline: Any) -> None:
-    is_over: list[int] = []
-    worker = threading.Thread(target=compute, args=(is_over,))
+    worker = threading.Thread(target=compute)
     with sigmascope.watch(pipeline, stacks=True) as watching:
         generate(pipeline, "sd15")
         worker.start()
-        threading.Timer(SLEEP, is_over.append, (1,)).start()
         worker.join()
     places = rows_of(watching.record())["after the last stage"].places
     assert any(place.function == "compute" and place.in_thread for place in places)

@@ -174,8 +174,8 @@ def loras_of(
 
 _WHICH_ACT: Final = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters"})
 """Where PEFT's layers of every kind keep which adapters act."""
-_STANDING: Final = ("scaling", "r", "lora_alpha", *sorted(_WHICH_ACT))
-"""Where they keep that, and how strongly: HRA, BOFT, OFT and (IA)³ keep no scale."""
+_STANDING: Final = ("scaling", *sorted(_WHICH_ACT))
+"""Where they keep that, and how strongly: HRA, BOFT, OFT and (IA)³ keep no scale. Rank and alpha alone change nothing."""
 _STANDING_OF: Final = itemgetter(*_STANDING)
 
 

@@ -13,10 +13,10 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, compress
-from operator import itemgetter
+from itertools import chain, compress, repeat
+from operator import contains, itemgetter
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ from sigmascope.analysis.recipe import DYNAMIC
 from sigmascope.integrations.diffusers.arguments import place_of
 from sigmascope.integrations.diffusers.recipe import models_in
 from sigmascope.probes.models import components_of
-from sigmascope.probes.module_tree import ModuleTree, tree_of
+from sigmascope.probes.module_tree import OF_ADAPTERS, ModuleTree, tree_of
 from sigmascope.probes.reading import attempt
 
 ENVIRONMENT: Final = (
@@ -69,6 +69,7 @@ _OF_MODULE: Final = (
 """Settings that scripts and pipelines write on a model's modules, and on what calculates their attention."""
 _PROCESSOR: Final = "processor"
 _PLAIN: Final = (bool, int, float, str)
+_SETTINGS: Final = frozenset((*_PLAIN, NoneType, list, tuple))
 _ACTIVATIONS: Final = "torch.nn.modules.activation"
 _OF_TORCH: Final = frozenset(("torch", "torch.nn.functional"))
 """Modules that hold functions of PyTorch alone."""
@@ -79,7 +80,6 @@ _TYPED_IN: Final = ("<stdin>", "<ipython")
 _LONGEST: Final = 60
 _MOST_NAMED: Final = 4
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
-_HOOKS_OF: Final = itemgetter(*_HOOKS)
 _OWN: Final = "sigmascope."
 _LIBRARIES: Final = ("torch", "diffusers", "transformers", "accelerate", "peft")
 """Their versions are in every record."""
@@ -91,6 +91,7 @@ _TABLES: Final = ("betas", "alphas_cumprod")
 _CPU: Final = torch.device("cpu")
 _FREEU: Final = ("s1", "s2", "b1", "b2")
 """What diffusers' `enable_freeu` sets on the blocks of a U-Net's way up."""
+_WITHOUT_BLOCKS: Final = frozenset(("torch", "peft"))
 
 
 def _autocast() -> str:
@@ -194,14 +195,16 @@ def _of_model(name: str, model: nn.Module) -> Iterator[tuple[str, str]]:
     hooks: dict[str, int] = {}
     patched: dict[str, int] = dict(_patched(model))
     freeu: dict[str, int] = {}
-    for own in _marked(tree):
-        if own.get("_forward_hooks") or own.get("_forward_pre_hooks"):
-            for holder in _HOOKS:
-                for hook in (own.get(holder) or {}).values():
-                    _count(hooks, _name_of(hook))
+    for hook in chain.from_iterable(own[holder].values() for own in tree.hooked for holder in _HOOKS):
+        _count(hooks, _name_of(hook))
+    for own in tree.rerouted:
         if "forward" in own and own is not vars(model):
             _count(patched, _method("forward", own["forward"]))
-        if own.get("s1") is not None:
+    blocks = tree.derive(
+        "blocks", lambda: tree.of_class(lambda kind: _library_of(kind) not in _WITHOUT_BLOCKS)
+    )
+    for own in tree.own_at(tree.holding("s1", blocks)):
+        if own["s1"] is not None:
             _count(freeu, ", ".join(f"{key} {own.get(key)}" for key in _FREEU))
     foreign = tree.derive("foreign modules", lambda: _foreign_classes(model, tree.modules))
     for what, counts in (
@@ -218,9 +221,8 @@ def _of_compilers(pipeline: object, models: Mapping[str, nn.Module]) -> Iterator
     """Whether what is compiled was asked for graphs of all sizes (True), of one (False), or of those that come (automatic)."""
     parts = components_of(pipeline) or {"denoiser": pipeline}
     for name, model in models.items():
-        tree = tree_of(model)
-        own = (tree.modules[place]._compiled_call_impl for place in tree.holding("_compiled_call_impl"))
-        compilers = [*own, parts.get(name)]
+        compilers = [own.get("_compiled_call_impl") for own in tree_of(model).rerouted]
+        compilers.append(parts.get(name))
         asked = {str(context._dynamic) for held in compilers if (context := _compiler_of(held)) is not None}
         if asked:
             yield f"{name}{DYNAMIC}", ", ".join(sorted(asked)).replace("None", "automatic")
@@ -265,23 +267,6 @@ def _foreign_classes(model: nn.Module, modules: Sequence[nn.Module]) -> dict[str
 
 def _library_of(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
-
-
-def _marked(tree: ModuleTree) -> list[Mapping[str, Any]]:
-    """The modules that may have any of it: seven thousand others are passed over in 2 ms."""
-    places: list[int] = tree.derive(
-        "may be called", lambda: tree.of_class(lambda kind: kind not in _NEVER_CALLED)
-    )
-    try:
-        hooked = [*map(any, map(_HOOKS_OF, tree.own_at(places)))]
-    except KeyError:  # a module that was never initialised
-        hooked = [*map(any, zip(*(tree.held(holder, places) for holder in _HOOKS), strict=True))]
-    written = (tree.holding(name, places) for name in ("forward", "s1"))
-    return [*tree.own_at(sorted({*compress(places, hooked), *chain.from_iterable(written)}))]
-
-
-_NEVER_CALLED: Final = frozenset({nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList})
-"""Of these very classes no module has a forward pass, nor calls its hooks."""
 
 
 def _patched(target: object) -> Iterator[tuple[str, int]]:
@@ -377,11 +362,14 @@ def _of_pipeline(pipeline: Any) -> Iterator[tuple[str, str]]:
 
 def _of_modules(name: str, tree: ModuleTree) -> Iterator[tuple[str, str]]:
     """Settings of a model's modules, each value once: what a script may write on them in place."""
-    owns, places = tree.own, _places_of_settings(tree)
-    processors = [vars(processor) for processor in _processors(tree) if hasattr(processor, "__dict__")]
+    places = _places_of_settings(tree)
+    processors = [own for one in _processors(tree) if (own := getattr(one, "__dict__", None))]
     for key in _OF_MODULE:
-        found = [own[key] for own in (*(owns[at] for at in places[key]), *processors) if key in own]
-        values = {"none" if value is None else str(value) for value in found if _is_plain(value)}
+        owns = [*tree.own_at(places[key]), *processors]
+        owns = [*compress(owns, map(contains, owns, repeat(key)))]
+        # Most modules have one and the same object.
+        found = {id(value): value for value in map(itemgetter(key), owns) if type(value) in _SETTINGS}
+        values = {"none" if value is None else str(value) for value in found.values() if _is_plain(value)}
         if values:
             yield f"{name} {key.removeprefix('_')}", _short(", ".join(sorted(values)))
     activations = tree.derive(
@@ -392,7 +380,11 @@ def _of_modules(name: str, tree: ModuleTree) -> Iterator[tuple[str, str]]:
 
 
 def _places_of_settings(tree: ModuleTree) -> dict[str, list[int]]:
-    return tree.derive("settings", lambda: {key: tree.holding(key) for key in (*_OF_MODULE, _PROCESSOR)})
+    def find() -> dict[str, list[int]]:
+        places = tree.of_class(lambda kind: not hasattr(kind, OF_ADAPTERS))
+        return {key: tree.holding(key, places) for key in (*_OF_MODULE, _PROCESSOR)}
+
+    return tree.derive("settings", find)
 
 
 def _processors(tree: ModuleTree) -> list[Any]:
@@ -402,11 +394,9 @@ def _processors(tree: ModuleTree) -> list[Any]:
 
 def _is_plain(value: object) -> bool:
     """Whether it is a number, a switch, a word or none, or a list of them, as IP-Adapters keep their scales."""
-    if value is None:
-        return True
     if isinstance(value, list | tuple):
         return 0 < len(value) <= _MOST_NAMED and all(type(one) in _PLAIN for one in value)
-    return type(value) in _PLAIN
+    return value is None or type(value) in _PLAIN
 
 
 def _in_libraries(pipeline: object, models: Mapping[str, nn.Module]) -> dict[str, int]:
