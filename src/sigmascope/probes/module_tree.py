@@ -359,9 +359,10 @@ def _idle_parts(module: nn.Module, held: Mapping[str, Any]) -> Collection[str]:
     PEFT fills one only for another adapter, which is also registered where those are that the layer has: so one of
     these must be a dictionary of modules. Else none is left out.
     """
-    names = getattr(type(module), OF_ADAPTERS, ())
-    of_adapters = (held.get(name) for name in names) if isinstance(names, tuple) else ()
-    if not any(type(part) is nn.ModuleDict and part._modules for part in of_adapters):
+    names = getattr(type(module), OF_ADAPTERS, None)
+    if not isinstance(names, tuple):
+        return ()
+    if not any(type(part) is nn.ModuleDict and part._modules for part in map(held.get, names)):
         return ()
     return [name for name, part in held.items() if type(part) in _DICTIONARIES and _is_idle(part)]
 
