@@ -259,6 +259,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing in this call: it is on {component}, which did not run ({weights}).",
         "Load it into what runs too, or call so that this runs: with other steps, or a picture to begin with.",
     ),
+    "lora_layers_unused": VerdictRow(
+        "warning",
+        "The LoRA changes nothing in this call: the pipeline uses {component}, and the LoRA is on what comes after ({weights}).",
+        "Use a LoRA that changes earlier layers or the denoiser, or call with a smaller clip_skip if you gave one. SDXL never uses the last "
+        "layer of its first text encoder.",
+    ),
     "lora_changed_in_call": VerdictRow(
         "info",
         "LoRAs were changed while the call ran: {first}.",

@@ -5,7 +5,7 @@ PEFT is not imported: its layers are known by what they hold. Modules are walked
 not by `named_modules` or `state_dict`, which PEFT's attention layer answers by registering its weights anew.
 
 `read_adapters` gives each change of each weight with its state. `changes_of` reads a layer's factors by kind,
-`scales_of` takes its scale apart into strength, rank and alpha. `adapted_modules` and `base_weights` find modules and
+`scales_of` takes its scale apart into strength, rank and alpha. `adapted_modules`, `adapter_layers` and `base_weights` find modules and
 weights under the names that they have without adapters.
 """
 
@@ -76,7 +76,7 @@ def read_adapters(model: object) -> Reading[tuple[AppliedPatch, ...]]:
 
 def _patches(model: object) -> Iterator[AppliedPatch]:
     layers: dict[str, list[nn.Module]] = {}
-    for name, module in _modules(model, "adapter layers", _places_of_layers):
+    for name, module in adapter_layers(model):
         layers.setdefault(name, []).insert(0, module)  # the innermost acts first
     counts: dict[str, int] = {}
     bypassed = bypassed_layers(model) if layers else ()
@@ -627,6 +627,11 @@ def adapted_modules(model: object) -> Iterator[tuple[str, nn.Module]]:
             before the names of their modules.
     """
     yield from _modules(model, "adapted modules", _places)
+
+
+def adapter_layers(model: object) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer of adapters by the name of what it wraps, the outer ones of several first; as `adapted_modules` names them."""
+    yield from _modules(model, "adapter layers", _places_of_layers)
 
 
 _Places = list[tuple[str, int]]

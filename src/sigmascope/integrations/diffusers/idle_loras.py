@@ -1,7 +1,8 @@
 """Why the LoRAs of a call do nothing in it, where none of them acts (`begin_idle_lora_findings`).
 
 A LoRA that was on the pipeline before the watch began has no stage that could say so, nor has one that the call itself
-leaves out: it scales the LoRA to 0 (`scales_of_call`), or what the LoRA is on does not run. A LoRA on a text encoder also acts through
+leaves out: it scales the LoRA to 0 (`scales_of_call`), or what the LoRA is on does not run, or is not used
+(`used_layers.py`). A LoRA on a text encoder also acts through
 embeddings that were made with it before. `EMBEDDINGS` knows with which LoRAs the watched encodings of this process were
 made; of other embeddings the answer is that nobody knows.
 """
@@ -10,13 +11,20 @@ import dis
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sigmascope.integrations.diffusers.arguments import given_embeddings, lora_scales
-from sigmascope.integrations.diffusers.recipe import Content, attached_loras, loras_of, models_in
+from sigmascope.integrations.diffusers.recipe import (
+    Content,
+    attached_layers,
+    attached_loras,
+    loras_of,
+    models_in,
+)
+from sigmascope.integrations.diffusers.used_layers import Used, is_late
 from sigmascope.integrations.diffusers.watch_session import LoraChange
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
@@ -45,6 +53,7 @@ class SeenInCall(NamedTuple):
         vaes: The names of its VAEs.
         steps: How many steps it made.
         changes: What changed its LoRAs meanwhile.
+        used_layers: Of text encoders with a LoRA on late layers alone, what was used.
     """
 
     arguments: Mapping[str, Any]
@@ -54,6 +63,7 @@ class SeenInCall(NamedTuple):
     vaes: Collection[str] = ()
     steps: int = 0
     changes: Sequence[LoraChange] = ()
+    used_layers: Used = MappingProxyType({})
 
     def is_left_out(self, component: str) -> bool:
         """Whether a component did not run, though others did its work or what it makes was given."""
@@ -85,11 +95,13 @@ def half_of_vae(vae: str, half: str) -> str:
 class Encoding(NamedTuple):
     """How embeddings were made: the contents of the LoRAs that acted on each encoder that ran.
 
-    `version` is the tensor's then: PyTorch counts what is written to it.
+    `version` is the tensor's then: PyTorch counts what is written to it. `unused` has by encoder the LoRAs that are on
+    layers which were not used, with what was.
     """
 
     version: int
     contents: Mapping[str, Sequence[Content]]
+    unused: Mapping[str, Sequence[tuple[Content, str]]]
 
 
 class Embeddings:
@@ -99,7 +111,12 @@ class Embeddings:
         self._by_tensor: ByIdentity[Encoding] = ByIdentity()
 
     def note(
-        self, pipeline: object, arguments: Mapping[str, Any], ran: Collection[str], made: object
+        self,
+        pipeline: object,
+        arguments: Mapping[str, Any],
+        ran: Collection[str],
+        made: object,
+        used: Used = MappingProxyType({}),
     ) -> None:
         """Remember an encoding.
 
@@ -108,15 +125,23 @@ class Embeddings:
             arguments: Of `encode_prompt`. Of what it makes of given embeddings, or at a scale of 0, nothing is known.
             ran: The components that ran.
             made: The tensors that it returned, or lists of them.
+            used: Of encoders with a LoRA on late layers alone, what was used.
         """
         if any(given_embeddings(arguments)) or arguments.get("lora_scale") == 0:
             return
         loras = loras_of(pipeline, only=ran)
-        contents = {name: [one["content"] for one in _active_on(name, loras).values()] for name in ran}
+        contents: dict[str, list[Content]] = {}
+        unused: dict[str, list[tuple[Content, str]]] = {}
+        for name in ran:
+            active = _active_on(name, loras)
+            behind = _behind_used(pipeline, active, used)
+            if None not in behind.values():
+                contents[name] = [one["content"] for lora, one in active.items() if lora not in behind]
+                unused[name] = [(active[lora]["content"], words) for lora, words in behind.items() if words]
         for tensor in _tensors_in(made):
             version = _version(tensor)
             if version is not None:
-                self._by_tensor.put(tensor, Encoding(version, contents))
+                self._by_tensor.put(tensor, Encoding(version, contents, unused))
 
     def made_with(
         self, loras: Loras, positive: Sequence[Tensor], negative: Sequence[Tensor]
@@ -131,12 +156,28 @@ class Embeddings:
         found = [(lora, self._contents_at(name, positive, negative)) for name, lora in loras.items()]
         contents = [lora["content"] for lora, _ in found]
         contents += [one for _, sides in found for side in sides for kept in side for one in kept or ()]
+        contents += [one for name in loras for one, _ in self._unused(name, positive)]
 
         def tell() -> bool | None:
             answers = [_is_in(lora["content"], *sides) for lora, sides in found]
             return True if True in answers else None if None in answers else False
 
         return Pending(tell, contents)
+
+    def unused_layers(self, loras: Loras, positive: Sequence[Tensor]) -> dict[str, str]:
+        """By encoder what the making of these embeddings used of it, where it was made with such a LoRA behind that."""
+        return {
+            component_of(name): words
+            for name, lora in loras.items()
+            for content, words in self._unused(name, positive)
+            if _was_among(lora["content"], [content])
+        }
+
+    def _unused(self, lora: str, tensors: Sequence[Tensor]) -> Iterator[tuple[Content, str]]:
+        for tensor in tensors:
+            known = self._by_tensor.get(tensor)
+            if known is not None and known.version == _version(tensor):
+                yield from known.unused.get(component_of(lora), ())
 
     def _contents_at(self, lora: str, *sides: Sequence[Tensor]) -> list[list[Sequence[Content] | None]]:
         component = component_of(lora)
@@ -217,10 +258,14 @@ def begin_idle_lora_findings(
     if not loras:
         return Pending(list)
     active = {name: lora for name, lora in loras.items() if lora["active"]}
-    halves = _halves_left_out(pipeline, active, seen)
-    left_out = {
-        name: lora for name, lora in active.items() if name in halves or seen.is_left_out(component_of(name))
+    left_out = {name: lora for name, lora in active.items() if seen.is_left_out(component_of(name))}
+    parts = _halves_left_out(pipeline, active, seen)
+    parts |= {
+        name: (_NOT_SEEN, _NOT_FOLLOWED.format(component_of(name))) if words is None else (_UNUSED, words)
+        for name, words in _behind_used(pipeline, active, seen.used_layers).items()
+        if name not in left_out
     }
+    left_out |= {name: active[name] for name in parts}
     running = {name: lora for name, lora in active.items() if name not in left_out}
     detour = _detour_in(pipeline, running)
     if detour is not None:
@@ -233,12 +278,12 @@ def begin_idle_lora_findings(
     from sigmascope.stages.lora_findings import IN_BASE, IdleChange, idle_findings
 
     patches = read_adapters(pipeline).value or ()
-    silent = {component_of(name) for name in left_out if name not in halves}
-    at_work = [p for p in patches if component_of(p.key) not in silent and _lora_of(p) not in halves]
+    silent = {component_of(name) for name in left_out if name not in parts}
+    at_work = [p for p in patches if component_of(p.key) not in silent and _lora_of(p) not in parts]
     attached = [
-        (f"{name}.attached layer {layer}", lora["active"] > 0)
+        (lora_name, f"{name}.attached layer {layer}", lora["active"] > 0)
         for name, part in models_in(pipeline).items()
-        for lora in attached_loras(name, part).values()
+        for lora_name, lora in attached_loras(name, part).items()
         for layer in range(lora["layers"])
     ]
     switched_off = [
@@ -248,11 +293,11 @@ def begin_idle_lora_findings(
         for patch in patches
         if patch.cause is not None
     ]
-    switched_off += [IdleChange(key, "lora_strength_zero") for key, is_on in attached if not is_on]
-    on = [key for key, is_on in attached if is_on]
-    is_attached = any(component_of(key) not in silent for key in on)
+    switched_off += [IdleChange(key, "lora_strength_zero") for _, key, is_on in attached if not is_on]
+    on = {key: lora for lora, key, is_on in attached if is_on}
+    is_attached = any(component_of(key) not in silent and lora not in parts for key, lora in on.items())
     runs = _begin_idle_at_work(at_work, scaled, is_attached=is_attached) if running else None
-    waits = _begin_idle_left_out(left_out, halves, patches, on, seen) if left_out else None
+    waits = _begin_idle_left_out(left_out, parts, patches, on, seen) if left_out else None
     spoilt = None if running else _begin_spoilt_at_zero(at_work)
 
     def tell() -> list[dict[str, Any]]:
@@ -264,7 +309,7 @@ def begin_idle_lora_findings(
         if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
             return []
         idle = [*of_running, *of_left_out, *([] if running else switched_off)]
-        unknown = [change for change in idle if change.cause in (_UNKNOWN, IN_BASE)]
+        unknown = [change for change in idle if change.cause in (_UNKNOWN, _NOT_SEEN, IN_BASE)]
         return [asdict(finding) for finding in idle_findings(unknown or idle)]
 
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
@@ -274,17 +319,43 @@ _HALVES: Final = {"encoder": ("encoder.", "quant_conv."), "decoder": ("decoder."
 """What the names of layers begin with that a VAE encodes with, and decodes with."""
 
 
-def _halves_left_out(pipeline: object, active: Loras, seen: SeenInCall) -> dict[str, str]:
-    """The LoRAs that are on one half of a VAE alone, where this half did not run, with its name."""
-    found: dict[str, str] = {}
+def _halves_left_out(pipeline: object, active: Loras, seen: SeenInCall) -> dict[str, tuple[str, str]]:
+    """The LoRAs that are on one half of a VAE alone, where this half did not run, with the finding and the half's name."""
+    found: dict[str, tuple[str, str]] = {}
     for vae in {component_of(name) for name in active} & {*seen.vaes}:
         patches = read_adapters(models_in(pipeline)[vae]).value or ()
         for half, starts in _HALVES.items():
             outside = {patch.source for patch in patches if not patch.key.startswith(starts)}
             names = {f"{vae}.{patch.source}" for patch in patches if patch.source not in outside}
             if names and seen.is_half_left_out(vae, half):
-                found |= dict.fromkeys(names & active.keys(), half_of_vae(vae, half))
+                found |= dict.fromkeys(names & active.keys(), ("lora_not_run", half_of_vae(vae, half)))
     return found
+
+
+def _behind_used(pipeline: object, active: Loras, used: Used) -> dict[str, str | None]:
+    """The LoRAs that are on layers of an encoder alone that come after what was used of it, with what was; None: not known."""
+    found: dict[str, str | None] = {}
+    models = models_in(pipeline) if used else {}
+    for name in active:
+        component, _, adapter = name.partition(".")
+        if component not in used or component not in models:
+            continue
+        layers = _layers_with(models[component], component, adapter)
+        known = used[component]
+        if known is None and layers and all(map(is_late, layers)):
+            found[name] = None
+        elif known is not None and layers and all(map(known.comes_after, layers)):
+            found[name] = known.in_words(component)
+    return found
+
+
+def _layers_with(model: nn.Module, component: str, lora: str) -> list[str]:
+    """The names of the layers on which a LoRA acts."""
+    attached = attached_layers(component, model).get(f"{component}.{lora}")
+    if attached is not None:
+        return attached
+    patches = read_adapters(model).value or ()
+    return [patch.key for patch in patches if patch.source == lora and patch.state in _AT_WORK]
 
 
 def _lora_of(patch: "AppliedPatch") -> str:
@@ -412,41 +483,50 @@ def _begin_spoilt_at_zero(patches: "Sequence[AppliedPatch]") -> Pending[bool] | 
 
 def _begin_idle_left_out(
     left_out: Loras,
-    halves: Mapping[str, str],
+    parts: Mapping[str, tuple[str, str]],
     patches: "Sequence[AppliedPatch]",
-    attached: Sequence[str],
+    attached: Mapping[str, str],
     seen: SeenInCall,
 ) -> "Pending[list[IdleChange]]":
-    """Why changes of components that did not run do nothing, or that it is not known; nothing if they act.
+    """Why changes of what did not run, or was not used, do nothing, or that it is not known; nothing if they act.
 
     Args:
-        left_out: The active LoRAs on these components.
-        halves: Those of them that are on half of a component, with its name.
+        left_out: The active LoRAs on it.
+        parts: Those of them that are on part of a component that ran, with the id of the finding and its words.
         patches: Of the whole pipeline.
-        attached: The layers of the whole pipeline that `attach_lora` changes now.
+        attached: The layers of the whole pipeline that `attach_lora` changes now, with the LoRA of each.
         seen: Of the call.
     """
     from sigmascope.stages.lora_findings import IdleChange, begin_all_idle
     from sigmascope.stages.model_snapshot import ModelPatches
 
-    silent = {component_of(name) for name in left_out if name not in halves}
-    encoders = {name: lora for name, lora in left_out.items() if component_of(name) in seen.encoders}
+    whole = {name: lora for name, lora in left_out.items() if name not in parts}
+    silent = {component_of(name) for name in whole}
+    encoders = {name: lora for name, lora in whole.items() if component_of(name) in seen.encoders}
     of_encoders = {component_of(name) for name in encoders}
-    own = tuple(p for p in patches if component_of(p.key) in silent or _lora_of(p) in halves)
-    keys = {p.key: halves.get(_lora_of(p), component_of(p.key)) for p in own if p.state in _AT_WORK}
-    keys |= {key: component_of(key) for key in attached if component_of(key) in silent}
+    own = tuple(p for p in patches if component_of(p.key) in silent or _lora_of(p) in parts)
+    changes = {p.key: _lora_of(p) for p in own if p.state in _AT_WORK}
+    changes |= {key: lora for key, lora in attached.items() if component_of(key) in silent or lora in parts}
     zeros = begin_all_idle(ModelPatches(own)) if own else Pending(list)
-    made_with = EMBEDDINGS.made_with(encoders, *given_embeddings(seen.arguments))
+    positive, negative = given_embeddings(seen.arguments)
+    made_with = EMBEDDINGS.made_with(encoders, positive, negative)
 
     def tell() -> list[IdleChange]:
         in_embeddings = made_with.result()
         if zeros.result() or in_embeddings:
             return zeros.result()
+        unused = EMBEDDINGS.unused_layers(encoders, positive)
         cause = _UNKNOWN if in_embeddings is None else "lora_not_in_embeddings"
-        return [
-            IdleChange(key, cause if component_of(key) in of_encoders else "lora_not_run", component)
-            for key, component in keys.items()
-        ]
+
+        def because(component: str, lora: str) -> tuple[str, str]:
+            if lora in parts:
+                return parts[lora]
+            if component not in of_encoders:
+                return "lora_not_run", component
+            is_unused = in_embeddings is False and component in unused
+            return (_UNUSED, unused[component]) if is_unused else (cause, component)
+
+        return [IdleChange(key, *because(component_of(key), lora)) for key, lora in changes.items()]
 
     return Pending(tell, [zeros, made_with])
 
@@ -493,6 +573,10 @@ def _state_of(loras: Loras) -> tuple[object, ...]:
     )
 
 
+_UNUSED: Final = "lora_layers_unused"
+"""The finding that a LoRA is on layers of a text encoder alone that come after what is used of it."""
+_NOT_SEEN: Final = "lora_not_seen"
+_NOT_FOLLOWED: Final = "it is on late layers of {} alone, and which layers were used was not seen"
 _UNKNOWN: Final = "lora_encoder_not_run"
 """The finding that a LoRA on a text encoder may act through embeddings that were made elsewhere."""
 _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})

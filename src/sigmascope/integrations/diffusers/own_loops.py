@@ -697,7 +697,7 @@ class OwnLoopObserver(Observer):
         if self._is_heard(encoder):
             return None
         texts = self.session.observer(TextEncodingObserver)
-        return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME)
+        return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME, encoder)
 
     def _before_vae(self, way: Any, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
         if not self._is_meant(vae):
@@ -820,7 +820,7 @@ class OwnLoopObserver(Observer):
             stage.fact("pipeline", replace(facts, class_name=OWN_LOOP))
         calls = self.session.observer(CallObserver)
         why_not = None if error is None else "the loop failed"
-        seen = SeenInCall({}, steps=stack.steps, changes=stack.lora_changes)
+        seen = SeenInCall({}, steps=stack.steps, changes=stack.lora_changes, used_layers=stack.used_layers)
         read("watch.request", lambda: tell_request(stage, self.session.recorder.clock))
         self.session.recorder.settle()
         read(

@@ -333,6 +333,7 @@ def seen_in(stack: StageStack, arguments: Mapping[str, Any], pipeline: PipelineF
         frozenset(pipeline.of_role("vae")),
         stack.steps,
         stack.lora_changes,
+        stack.used_layers,
     )
 
 

@@ -231,22 +231,36 @@ _ATTACHED_CONTENT: "WeakKeyDictionary[Any, Content]" = WeakKeyDictionary()
 
 def attached_loras(component: str, module: nn.Module) -> dict[str, dict[str, Any]]:
     """What `attach_lora` put on a model, by the names of the files."""
-    attaching = sys.modules.get(_ATTACHING)
     loras: dict[str, dict[str, Any]] = {}
-    for lora in [] if attaching is None else attaching.attached_to(module):
-        name = "attached" if lora.path is None else lora.path.stem
-        while f"{component}.{name}" in loras:
-            name += "'"
+    for name, lora in _attached(component, module).items():
         content = _ATTACHED_CONTENT.get(lora.handle)
         if content is None:
             content = _ATTACHED_CONTENT[lora.handle] = _of_factors(lora.factors)
-        loras[f"{component}.{name}"] = {
+        loras[name] = {
             "strength": (lora.scale, lora.scale),
             "layers": lora.layers,
             "active": lora.layers if lora.scale else 0,
             "content": content,
         }
     return loras
+
+
+def attached_layers(component: str, module: nn.Module) -> dict[str, list[str]]:
+    """The layers on which each of these acts, by the same names."""
+    return {
+        name: [*lora.factors] if lora.scale else [] for name, lora in _attached(component, module).items()
+    }
+
+
+def _attached(component: str, module: nn.Module) -> dict[str, Any]:
+    attaching = sys.modules.get(_ATTACHING)
+    found: dict[str, Any] = {}
+    for lora in [] if attaching is None else attaching.attached_to(module):
+        name = "attached" if lora.path is None else lora.path.stem
+        while f"{component}.{name}" in found:
+            name += "'"
+        found[f"{component}.{name}"] = lora
+    return found
 
 
 def _of_factors(factors: Mapping[str, tuple[Tensor, Tensor, float]]) -> Content:
