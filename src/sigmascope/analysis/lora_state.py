@@ -38,6 +38,8 @@ _STATES_OF_CALLS: Final = frozenset(
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
 OPEN_VERDICTS: Final = frozenset({"lora_encoder_not_run", "lora_in_base", "lora_not_seen"})
 """Findings that nobody knows whether a LoRA acts."""
+_BESIDE: Final = frozenset({"lora_off_in_base"})
+"""Findings on the model beside the LoRAs that act: no reason why one does not."""
 _AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
@@ -59,8 +61,8 @@ def idle_lora(run: Run) -> str | None:
                 is_over = idle.get("id") in _STATES_OF_CALLS
             elif _is_change(analysis):
                 idle = {}
-        elif IDLE_LORAS in stage.facts:
-            idle, is_over = _cause(stage.facts[IDLE_LORAS]), True
+        elif idle_in_call(stage):
+            idle, is_over = _cause(idle_in_call(stage)), True
         elif is_over and any(lora.get("active") for lora in _in_call(stage).values()):
             idle = {}
     if idle:
@@ -135,7 +137,15 @@ def _is_change(analysis: Mapping[str, Any]) -> bool:
 def _cause(findings: object) -> Mapping[str, Any]:
     """The first finding that is more than a remark; empty if there is none."""
     told = map(_mapping, findings if isinstance(findings, list) else ())
-    return next((finding for finding in told if finding and finding.get("severity") != "info"), {})
+    why = (finding for finding in told if finding.get("id") not in _BESIDE)
+    return next((finding for finding in why if finding and finding.get("severity") != "info"), {})
+
+
+def idle_in_call(stage: Stage) -> list[Mapping[str, Any]]:
+    """Why the LoRAs of a call do nothing in it, or why that is not known."""
+    told = stage.facts.get(IDLE_LORAS)
+    findings = [_mapping(finding) for finding in told] if isinstance(told, list | tuple) else []
+    return [finding for finding in findings if finding.get("id") not in _BESIDE]
 
 
 def _in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:

@@ -311,6 +311,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Whether the LoRA acts is unknown: {why} ({weights}).",
         "To run the model without the LoRA, load the model again: no switch of an adapter gives it its own weights back.",
     ),
+    "lora_off_in_base": VerdictRow(
+        "warning",
+        "The model does not run with its own weights, though the adapter {adapters} is off: {why} ({weights}).",
+        "To run the model without the adapter, load the model again: no switch of an adapter gives it its own weights back.",
+    ),
     "lora_lost_in_rounding": VerdictRow(
         "warning",
         "The LoRA changes nothing: its change of {weights} is lost in rounding, below half a step of {dtype}.",

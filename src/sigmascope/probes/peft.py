@@ -113,6 +113,11 @@ def _rewriting_adapters(model: object) -> Iterator[tuple[str, Callable[[nn.Modul
                     yield str(adapter), tells
 
 
+def rewrites_model(model: nn.Module, adapter: str) -> bool:
+    """Whether an adapter of a model changes the model itself: `AppliedPatch.in_base` says of a layer how."""
+    return _in_base((attribute(model, "peft_config") or {}).get(adapter)) is not None
+
+
 def _in_base(config: object) -> Callable[[nn.Module], str | None] | None:
     biases, begun = attribute(config, "bias"), attribute(config, "init_lora_weights")
     if isinstance(biases, str) and biases != "none":

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final, Literal, get_args
 
-from sigmascope.analysis.lora_state import OPEN_VERDICTS
+from sigmascope.analysis.lora_state import OPEN_VERDICTS, idle_in_call
 from sigmascope.records.failures import FAILED, INTERRUPTED, OK, RAN_OUT, outcome_of
 from sigmascope.records.merge import is_rank
 from sigmascope.records.performance import readable_utilization
 from sigmascope.records.prompts import cleaner
-from sigmascope.records.run import IDLE_LORAS, RECIPE, STAGES, Run, Stage, is_duration, stage_seconds
+from sigmascope.records.run import RECIPE, STAGES, Run, Stage, is_duration, stage_seconds
 
 GENERATION: Final = "generation"
 PROCESS: Final = "process"
@@ -183,8 +183,7 @@ def _of_call(stage: Stage | None) -> Iterator[Verdict]:
     if stage is None:
         return
     loras = _mapping(stage.facts[RECIPE]["loras"])
-    told = stage.facts.get(IDLE_LORAS)
-    idle = [_mapping(finding) for finding in told] if isinstance(told, list | tuple) else []
+    idle = idle_in_call(stage)
     active = {name.partition(".")[2] for name, lora in loras.items() if _mapping(lora).get("active")}
     names = active or {name.partition(".")[2] for name in loras}
     if not idle:

@@ -301,6 +301,7 @@ def analyze_lora_application_results(
         before=[patch for model in (unet, clip) for patch in model.patches_before],
         in_conditioning=in_conditioning,
         idle=_idle_changes(unet, clip, is_untrained=is_untrained) if effective.value is False else (),
+        now=[patch for model in (unet, clip) for patch in model.patches_on.patches],
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
     unavailable = reasons({"verdict": verdict, "applied_verdict": on_model, "effective": effective})

@@ -86,6 +86,8 @@ _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _AS_BEFORE: Final = "lora_as_before"
 IN_BASE: Final = "lora_in_base"
 """The finding that nobody knows whether a LoRA acts that changed the model itself."""
+OFF_IN_BASE: Final = "lora_off_in_base"
+"""The finding that an adapter which is off, or gone, changed the model itself, beside what acts."""
 _CANCELLED: Final = {SAME_CANCELLED, OPPOSITE}
 _MUCH_OVERLAP: Final = 0.5
 _SAME_FACTOR: Final = 1e-3
@@ -113,6 +115,7 @@ def application_findings(
     before: Sequence[AppliedPatch] = (),
     in_conditioning: bool = False,
     idle: Collection[IdleChange] = (),
+    now: Sequence[AppliedPatch] = (),
 ) -> list[Finding]:
     """What is wrong with the application or worth knowing of it, the worst first.
 
@@ -126,6 +129,7 @@ def application_findings(
         before: The changes that were on them at the baseline.
         in_conditioning: Whether it gave back hooks, or conditioning with hooks.
         idle: Where the models have changes and none has an effect, why each has none.
+        now: The changes that are on them now.
     """
     findings: list[Finding] = []
     for name, weights, patches in models:
@@ -146,6 +150,8 @@ def application_findings(
         findings = _with_causes(findings, idle)
     elif not file_is_why and not any(finding.id == "lora_not_loaded" for finding in findings):
         findings += _on_whole(models, effective, applied, before, puts_on=puts_on)
+    if not any(finding.id == IN_BASE for finding in findings):
+        findings += off_in_base([*now, *_gone(models, before, now)])
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     return [replace(finding, stage=STAGE) for finding in findings]
 
@@ -209,6 +215,35 @@ def _on_whole(
         yield verdict_finding("lora_not_seen", evidence, why=effective.reason)
     elif effective.value is False and not patched and not before:
         yield verdict_finding("lora_not_applied" if puts_on else "lora_none_there", evidence)
+
+
+def _gone(
+    models: _Models, before: Sequence[AppliedPatch], now: Sequence[AppliedPatch]
+) -> Iterator[AppliedPatch]:
+    """The changes that were taken off, and not into the weights."""
+    on = {(patch.key, patch.source) for patch in now}
+    written = {key for _, weights, _ in models for key in weights["keys_value_changed"]}
+    for patch in before:
+        if (patch.key, patch.source) not in on and patch.key not in written and patch.state != "merged":
+            yield replace(patch, state="inactive", cause="not_active")
+
+
+def off_in_base(patches: Iterable[AppliedPatch]) -> list[Finding]:
+    """That adapters which are off changed the model itself, of each way the first."""
+    found: dict[str, list[AppliedPatch]] = {}
+    for patch in patches:
+        if patch.in_base is not None and patch.cause is not None:
+            found.setdefault(patch.in_base, []).append(patch)
+    return [
+        verdict_finding(
+            OFF_IN_BASE,
+            {"patched_keys": len(changes), "example": changes[0].key},
+            adapters=" and ".join(dict.fromkeys(change.source or "its adapter" for change in changes)),
+            why=why,
+            weights=counted(len({change.key for change in changes}), "weight"),
+        )
+        for why, changes in found.items()
+    ]
 
 
 def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> list[Finding]:

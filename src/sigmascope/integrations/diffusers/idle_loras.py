@@ -30,7 +30,7 @@ from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.forward_passes import detour_of
 from sigmascope.probes.model_fingerprints import told
-from sigmascope.probes.peft import read_adapters
+from sigmascope.probes.peft import read_adapters, rewrites_model
 from sigmascope.probes.reading import attempt, attribute
 from sigmascope.records.run import JsonScalar
 
@@ -272,8 +272,9 @@ def begin_idle_lora_findings(
         return Pending(lambda: [_not_seen(detour)])
     scales = scales_of_call(pipeline, seen)
     scaled = {name: argument for name, (argument, scale) in scales.items() if scale == 0}
+    beside = _off_in_base(pipeline, loras)
     if running and not scaled and not _is_to_be_looked_at(running):
-        return Pending(list)
+        return Pending(lambda: beside)
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
     from sigmascope.stages.lora_findings import IN_BASE, IdleChange, idle_findings
 
@@ -305,14 +306,30 @@ def begin_idle_lora_findings(
         of_left_out = [] if waits is None else waits.result()
         if running and not of_running:
             _remember_acting(running)
-            return []
+            return beside
         if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
-            return []
+            return beside
         idle = [*of_running, *of_left_out, *([] if running else switched_off)]
         unknown = [change for change in idle if change.cause in (_UNKNOWN, _NOT_SEEN, IN_BASE)]
         return [asdict(finding) for finding in idle_findings(unknown or idle)]
 
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
+
+
+def _off_in_base(pipeline: object, loras: Loras) -> list[dict[str, Any]]:
+    """That LoRAs of a call which are off changed the model itself: what it runs with beside the others is not its own."""
+    models = models_in(pipeline)
+    off = {
+        name
+        for name, lora in loras.items()
+        if not lora["active"] and rewrites_model(models[component_of(name)], name.partition(".")[2])
+    }
+    if not off:
+        return []
+    from sigmascope.stages.lora_findings import off_in_base
+
+    patches = read_adapters(pipeline).value or ()
+    return [asdict(finding) for finding in off_in_base(p for p in patches if _lora_of(p) in off)]
 
 
 _HALVES: Final = {"encoder": ("encoder.", "quant_conv."), "decoder": ("decoder.", "post_quant_conv.")}

@@ -116,6 +116,38 @@ def test_a_lora_that_changed_the_model_itself_is_open_where_it_is_off(
     assert acting_lora(run) is None
 
 
+@pytest.mark.parametrize("off", ["set_adapters", "deleted", "strength"])
+def test_of_an_adapter_that_is_off_beside_one_that_acts_it_is_told_what_the_model_lacks(off: str) -> None:
+    bare = make_pipeline("sd15")
+    pipeline = make_pipeline("sd15")
+    first = LoraConfig(**BY_PEFT, init_lora_weights="pissa")
+    pictures = []
+    for own, configs in ((bare, {}), (pipeline, {"a": first})):
+        torch.manual_seed(0)
+        for name, config in {"b": LoraConfig(**BY_PEFT, init_lora_weights=False), **configs}.items():
+            own.unet.add_adapter(config, name)
+        with sigmascope.watch(own) as setting:
+            if configs and off == "strength":
+                own.set_adapters(["a", "b"], [0.0, 1.0])
+            else:
+                own.set_adapters(["b"])
+            if configs and off == "deleted":
+                own.delete_adapters("a")
+        with sigmascope.watch(own) as watching:
+            pictures.append(generate(own, "sd15", num_inference_steps=1))
+    assert not torch.equal(*pictures)
+    stages = [one for one in setting.record().walk() if one.name == "lora_application"]
+    stage = stages[-1] if off == "deleted" else None
+    run = watching.record()
+    ids = {one["id"] for one in stage.facts["lora_application"]["findings"]} if stage else told(run)
+    assert "lora_off_in_base" in ids
+    assert idle_lora(run) is None
+    says = next(
+        one.message for one in (setting.record() if stage else run).findings if one.id == "lora_off_in_base"
+    )
+    assert 'though the adapter a is off: with init_lora_weights="pissa" it took a part out of' in says
+
+
 def on_half(pipeline: Any, half: str) -> None:
     layers = [
         name

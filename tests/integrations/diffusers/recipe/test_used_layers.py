@@ -181,7 +181,8 @@ def _written(made: BaseModelOutput, _: Encoder) -> Tensor:
 
 def _by_numpy(made: BaseModelOutput, _: Encoder) -> Tensor:
     by_numpy: Tensor = torch.from_numpy(np.array(made.last_hidden_state.numpy()))
-    return by_numpy + made.hidden_states[1]
+    both: Tensor = by_numpy + made.hidden_states[1]
+    return both
 
 
 GLUES: dict[str, tuple[Glue, int | None]] = {
