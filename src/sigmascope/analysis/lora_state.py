@@ -351,8 +351,8 @@ def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _size(changes: Mapping[str, Any], patches: Mapping[str, Any]) -> str | None:
     """‖ΔW‖ of what is on a model now beside ‖W‖, in words: of each LoRA, or of what is in the weights."""
     acting = _acting(patches)
-    if not acting:
-        return _percent(changes.get("relative_change"))
+    if not acting:  # what changed was put into the weights, unless it is a LoRA's that was beside them
+        return None if changes.get("predicted") else _percent(changes.get("relative_change"))
     shares = {name: _percent(lora.get("relative_change")) for name, lora in acting.items()}
     if len(shares) == 1:
         return next(iter(shares.values()))

@@ -382,7 +382,9 @@ def _analyze_model(
         begun = _begin_weight_changes(looks)
         described = _safe_patch_analysis(patches)
     weights, is_acting = _safe_weight_changes(looks, begun)
-    described["loras"] = with_relative_changes(described["loras"], patches, weights["keys_value_changed"])
+    described["loras"] = with_relative_changes(
+        described["loras"], patches, weights["keys_value_changed"], looks.held.base
+    )
     return ModelAnalysis(
         patches,
         looks,

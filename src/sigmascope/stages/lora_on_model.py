@@ -25,7 +25,7 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.files import short_path
 from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict, applied_findings, judge_applied
 from sigmascope.lora.compatibility import judge_lora, judge_opened, shapes_of
-from sigmascope.lora.effect import ChangeBases, LoraOverlap, angles_of, effect_of, overlaps
+from sigmascope.lora.effect import ChangeBases, LoraOverlap, angles_of, effect_of, overlaps, weight_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, family_in, read_training_facts
 from sigmascope.lora.linalg import as_float64, root_sum_square
@@ -424,7 +424,10 @@ def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[boo
 
 
 def with_relative_changes(
-    loras: Mapping[str, SourceFacts], applied: ModelPatches, changes: Mapping[str, ValueChange]
+    loras: Mapping[str, SourceFacts],
+    applied: ModelPatches,
+    changes: Mapping[str, ValueChange],
+    held: Mapping[str, Tensor],
 ) -> dict[str, SourceFacts]:
     """The facts of each LoRA with what it adds beside the weights that it is on, where all their norms are known.
 
@@ -432,18 +435,35 @@ def with_relative_changes(
         loras: As `patch_analysis` gives them.
         applied: Of which they are.
         changes: Of the weights, by name.
+        held: The weights as they are now, of which those that did not change are read, as far as that is no work.
     """
     by_source = applied.by_source()
+    merged = {patch.key for patch in applied.patches if patch.state not in ("lazy", "inactive")}
     found = dict(loras)
     for name, facts in loras.items():
         keys = {patch.key for patch in by_source.get(name, ())}
-        norms = [changes[key]["weight_norm"] for key in keys if key in changes]
-        known = [norm for norm in norms if norm is not None]
+        norms = {key: changes[key]["weight_norm"] for key in keys & changes.keys()}
+        if facts["delta_norm"] and not keys <= changes.keys():
+            as_before = {key: held[key] for key in keys & (held.keys() - changes.keys() - merged)}
+            norms |= _norms_of(as_before) if len(norms) + len(as_before) == len(keys) else {}
+        known = [norm for norm in norms.values() if norm is not None]
         below = root_sum_square(known)
         if facts["delta_norm"] is not None and len(known) == len(keys) and below > 0.0:
             why = {one: reason for one, reason in facts["unavailable"].items() if one != "relative_change"}
             found[name] = {**facts, "relative_change": facts["delta_norm"] / below, "unavailable": why}
     return found
+
+
+def _norms_of(weights: Mapping[str, Tensor]) -> dict[str, float | None]:
+    """Norms of weights; none of what an accelerator would be waited for, and none of many."""
+    few = sum(weight.nbytes for weight in weights.values()) <= _MOST_BYTES_READ
+    if not few or any(weight.device.type != "cpu" for weight in weights.values()):
+        return {}
+    return {key: attempt(partial(weight_norm, weight)).value for key, weight in weights.items()}
+
+
+_MOST_BYTES_READ: Final = 2**28
+"""Reading so much takes a tenth of a second."""
 
 
 def _are_finite(patches: Sequence[AppliedPatch]) -> dict[int, Reading[bool]]:

@@ -1,0 +1,63 @@
+"""How strongly a LoRA acts in each part of a pipeline, after `set_adapters` gave its parts and blocks strengths of their own."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.families import make_pipeline
+from tests.families.loras import lora_state
+from torch import nn
+
+import sigmascope
+from sigmascope.analysis.lora_state import acting_lora
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:No LoRA keys"),
+]
+
+
+def share(*models: nn.Module) -> float:
+    """‖ΔW‖ / ‖W‖ over the layers of LoRAs, in float64, in percent."""
+    change, whole = 0.0, 0.0
+    for model in models:
+        for layer in model.modules():
+            for name in getattr(layer, "lora_A", ()):
+                held: Any = layer
+                up, down = held.lora_B[name].weight, held.lora_A[name].weight
+                product = up.double().flatten(1) @ down.double().flatten(1) * held.scaling[name]
+                change += float((product**2).sum())
+                whole += float((held.base_layer.weight.double() ** 2).sum())
+    return 100 * math.sqrt(change / whole)
+
+
+BY_PART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the encoder alone": ({"unet": 1.0, "text_encoder": 0.0}, {"unet": 0.0, "text_encoder": 0.5}),
+    "the denoiser alone": ({"unet": 0.0, "text_encoder": 1.0}, {"unet": 0.5, "text_encoder": 0.0}),
+    "some blocks": (
+        {"unet": {"down": 1.0, "mid": 0.0, "up": 0.0}, "text_encoder": 0.0},
+        {"unet": {"down": 0.5, "mid": 0.0, "up": 0.0}, "text_encoder": 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_PART)
+def test_the_strength_that_is_told_is_that_of_the_parts_that_act(case: str) -> None:
+    pipeline = make_pipeline("sdxl")
+    state = lora_state(pipeline, ["unet"], size=0.2, only="attentions")
+    state |= lora_state(pipeline, ["text_encoder", "text_encoder_2"], size=0.2, only="attn")
+    pipeline.load_lora_weights(state, adapter_name="a")
+    before, after = ({**strengths, "text_encoder_2": 0.0} for strengths in BY_PART[case])
+    pipeline.set_adapters("a", before)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.set_adapters("a", after)
+    says = acting_lora(watching.record()) or ""
+    with torch.no_grad():
+        sides = {
+            "denoiser": share(pipeline.unet),
+            "text encoders": share(pipeline.text_encoder, pipeline.text_encoder_2),
+        }
+    found = {side: float(figure) for figure, side in re.findall(r"([\d.]+) % in the ([a-z ]+)", says)}
+    assert found == {side: pytest.approx(figure, abs=0.5) for side, figure in sides.items() if figure}
