@@ -789,7 +789,7 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     yield from _half_of_attention(verdict)
     yield from _prefix(verdict)
     yield from _some_biases(verdict, keys)
-    yield from _rotations(verdict)
+    yield from _not_in_diffusers(verdict)
     yield from _magnitudes(keys)
 
 
@@ -816,6 +816,8 @@ _FLAT_STARTS: Final = ("lora_unet_", "lora_transformer_", "lycoris_")
 
 
 def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
+    if {module.kind for module in verdict.modules} <= {*_kinds_left_out(verdict)}:
+        return  # it reads these under no name
     family = family_named(verdict.model_family)
     read = {reads.start for reads in family.reads if reads.host == "diffusers"}
     names = [module.name for module in verdict.matched if module.part == "denoiser"]
@@ -976,16 +978,29 @@ def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
         )
 
 
-def _rotations(verdict: LoraVerdict) -> Iterator[Finding]:
-    kinds = sorted({module.kind for module in verdict.modules} & {"oft", "boft", "glora"})
+_NAMES_OF_KINDS: Final = {"oft": "OFT", "boft": "BOFT", "glora": "GLoRA", "loha": "LoHa", "lokr": "LoKr"}
+
+
+def _kinds_left_out(verdict: LoraVerdict) -> list[str]:
+    """The kinds of a file that diffusers 0.42 applies to no model of the family: LoKr it does to those of two."""
+    kinds = {module.kind for module in verdict.modules} & _NAMES_OF_KINDS.keys()
+    family = family_named(verdict.model_family)
+    takes_lokr = any(reads.host == "diffusers" and "lokr" in reads.endings for reads in family.reads)
+    return sorted(kinds - {"lokr"} if takes_lokr else kinds)
+
+
+def _not_in_diffusers(verdict: LoraVerdict) -> Iterator[Finding]:
+    kinds = _kinds_left_out(verdict)
     if kinds:
-        named = " and ".join({"oft": "OFT", "boft": "BOFT", "glora": "GLoRA"}[kind] for kind in kinds)
+        named = " and ".join(_NAMES_OF_KINDS[kind] for kind in kinds)
         yield Finding(
             "lora_comfyui_only",
             "warning",
             f"The file holds {named}, which ComfyUI applies and diffusers does not.",
             {"kinds": ", ".join(kinds)},
-            "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
+            "For diffusers, convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32."
+            if {*kinds} <= {"loha", "lokr"}
+            else "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
         )
 
 

@@ -7,9 +7,11 @@ import torch
 from tests.families import FAMILIES, generate, make_pipeline
 from tests.families.loras import lora_state, modules_of, parts_of, write
 from tests.integrations.diffusers.marks import left_behind
+from typer.testing import CliRunner
 
 import sigmascope
 from sigmascope.analysis.lora_state import idle_lora
+from sigmascope.cli.root import app
 from sigmascope.records.run import Run, Stage
 
 pytestmark = pytest.mark.slow
@@ -112,3 +114,31 @@ def test_names_of_attention_processors_are_told_to_load_nothing(method: str, tmp
     analysis = run.stage("lora_application").facts["lora_application"]
     assert not analysis["effective"]
     assert {"lora_not_loaded", "lora_prefix"} <= {finding["id"] for finding in analysis["findings"]}
+
+
+@pytest.mark.parametrize(("prefix", "kind"), [("hada", "LoHa"), ("lokr", "LoKr")])
+def test_a_file_of_a_kind_that_diffusers_refuses_is_called_that_and_the_advice_mends_it(
+    prefix: str, kind: str, tmp_path: Path
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    layer = pipeline.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1.to_q
+    name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
+    generator = torch.Generator().manual_seed(0)
+    state = {}
+    for factor in ("w1", "w2"):
+        sizes = layer.weight.shape if kind == "LoHa" or factor == "w2" else (4, 4)
+        rows, columns = (size // (4 if kind == "LoKr" and factor == "w2" else 1) for size in sizes)
+        state[f"{name}.{prefix}_{factor}_a"] = torch.randn(rows, 2, generator=generator)
+        state[f"{name}.{prefix}_{factor}_b"] = torch.randn(2, columns, generator=generator)
+    path = write(state, tmp_path / "style.safetensors")
+    with sigmascope.watch(pipeline) as watching, suppress(ValueError):
+        pipeline.load_lora_weights(str(path))
+    run = watching.record()
+    assert f"the file holds {kind}, which ComfyUI applies and diffusers does not" in (idle_lora(run) or "")
+    advice = next(one.advice or "" for one in run.findings if one.id == "lora_comfyui_only")
+    options = advice.rstrip(".").partition("sigmascope lora convert FILE NEW ")[2].split()
+    plain = tmp_path / "plain.safetensors"
+    assert CliRunner().invoke(app, ["lora", "convert", str(path), str(plain), *options]).exit_code == 0
+    pipeline.load_lora_weights(str(plain))
+    assert not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
