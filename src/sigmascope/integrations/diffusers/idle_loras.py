@@ -54,6 +54,7 @@ class SeenInCall(NamedTuple):
         steps: How many steps it made.
         changes: What changed its LoRAs meanwhile.
         used_layers: Of text encoders with a LoRA on late layers alone, what was used.
+        control_scales: By ControlNet the size of the largest scale that it was called with.
     """
 
     arguments: Mapping[str, Any]
@@ -64,6 +65,7 @@ class SeenInCall(NamedTuple):
     steps: int = 0
     changes: Sequence[LoraChange] = ()
     used_layers: Used = MappingProxyType({})
+    control_scales: Mapping[str, float] = MappingProxyType({})
 
     def is_left_out(self, component: str) -> bool:
         """Whether a component did not run, though others did its work or what it makes was given."""
@@ -399,7 +401,8 @@ def scales_of_call(pipeline: object, seen: SeenInCall) -> dict[str, tuple[str, f
     if type(pipeline).__module__.startswith("diffusers.") and all(one == 0 for one in weights):
         controls = [name for name in parts if name.startswith("controlnet")]
         found |= dict.fromkeys(controls, (_OF_CONTROL, 0.0))
-    return found
+    off = [name for name, scale in seen.control_scales.items() if scale == 0 and name not in found]
+    return found | dict.fromkeys(off, (_OF_STEPS, 0.0))
 
 
 def _encodings_of(pipeline: object) -> Iterator[object]:
@@ -437,6 +440,9 @@ _ITSELF: Final = ""
 """What a model's own forward pass scales."""
 _SCALES: Final = "scale_lora_layers"
 _OF_CONTROL: Final = "controlnet_conditioning_scale"
+_OF_STEPS: Final = "conditioning_scale of each step (control_guidance_start and control_guidance_end)"
+_OUTPUTS: Final = frozenset({_OF_CONTROL, _OF_STEPS})
+"""What the whole output of a ControlNet is multiplied by, and not its LoRAs alone."""
 _AT_WORK: Final = frozenset({"lazy", "merged"})
 
 
@@ -475,7 +481,7 @@ def _begin_idle_at_work(
     if acting and all(_is_scaled(patch, scaled) for patch in acting):
         to_zero = [
             IdleChange(patch.key, IN_BASE, patch.in_base)
-            if patch.in_base is not None and scaled[component_of(patch.key)] != _OF_CONTROL
+            if patch.in_base is not None and scaled[component_of(patch.key)] not in _OUTPUTS
             else IdleChange(patch.key, "lora_scaled_to_zero", scaled[component_of(patch.key)])
             for patch in acting
         ]
@@ -485,7 +491,7 @@ def _begin_idle_at_work(
 
 def _is_scaled(patch: "AppliedPatch", scaled: Mapping[str, str]) -> bool:
     argument = scaled.get(component_of(patch.key))
-    return argument == _OF_CONTROL or (
+    return argument in _OUTPUTS or (
         argument is not None and patch.state == "lazy" and patch.adapter_type in _SCALED
     )
 

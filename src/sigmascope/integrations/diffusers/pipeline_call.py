@@ -334,6 +334,7 @@ def seen_in(stack: StageStack, arguments: Mapping[str, Any], pipeline: PipelineF
         stack.steps,
         stack.lora_changes,
         stack.used_layers,
+        stack.control_scales,
     )
 
 
@@ -366,6 +367,8 @@ _DENOISER_NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "p
 """Where pipelines keep denoisers whose architecture is not known."""
 _HELPER_PREFIX: Final = "controlnet"
 """Where they keep what is called before the denoiser, for each of its calls or steps."""
+_CONTROL_SCALE: Final = "conditioning_scale"
+"""What they are given for what they multiply their output by."""
 SCHEDULE_STAGE = "model_sampling"
 
 
@@ -386,7 +389,7 @@ class DenoiserObserver(Observer):
                 self.hook_method(engine, "__call__", before)
         for name, part in parts.components.items():
             if name.startswith(_HELPER_PREFIX) and isinstance(part, nn.Module):
-                self.hook_calls(part, self._before_helper)
+                self.hook_calls(part, partial(self._before_helper, name))
 
     def _before(
         self, name: str, has_scheduler: bool, _: object, args: Arguments, kwargs: Keywords
@@ -398,10 +401,19 @@ class DenoiserObserver(Observer):
         denoising.called(name, timestep_in(args, kwargs))
         return None if has_scheduler else lambda _result, _error: denoising.returned()
 
-    def _before_helper(self, *_: object) -> None:
+    def _before_helper(self, name: str, _: object, args: Arguments, kwargs: Keywords) -> None:
         stack = current_stack(self.session) or self.session.stack_here()
         if stack is not None:
             start_denoising(stack).prepared()
+            known = stack.control_scales.get(name, 0.0)
+            stack.control_scales[name] = max(known, _largest(kwargs.get(_CONTROL_SCALE, 1.0)))
+
+
+def _largest(scales: object) -> float:
+    """The size of the largest of a ControlNet's scales; 1 where they are no numbers."""
+    each = scales if isinstance(scales, list | tuple) else [scales]
+    sizes = [abs(scale) if isinstance(scale, int | float) else 1.0 for scale in each]
+    return max(sizes, default=1.0)
 
 
 def denoisers_of(parts: WatchedParts) -> Iterator[tuple[str, nn.Module]]:

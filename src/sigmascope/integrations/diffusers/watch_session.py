@@ -384,6 +384,7 @@ class StageStack:
         runs: How many calls of each encoder have stages.
         ran: How often each text encoder was seen to run, and each denoiser whose denoising is over.
         used_layers: Of text encoders with a LoRA on late layers alone, what encodings used; see `used_layers.py`.
+        control_scales: By ControlNet the size of the largest scale that it was called with.
         steps: How many steps were made in denoisings that are over.
         lora_changes: The LoRA methods that were called during the call, each after how many steps.
         holds_calls: Whether another pipeline was called in the call.
@@ -410,6 +411,7 @@ class StageStack:
         self.runs: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
         self.used_layers: Used = {}
+        self.control_scales: dict[str, float] = {}
         self.steps = 0
         self.lora_changes: list[LoraChange] = []
         self.holds_calls = False

@@ -193,10 +193,17 @@ def test_a_vae_s_encoder_with_a_lora_acts_where_a_picture_is_given() -> None:
     assert told(watching.record()) == set()
 
 
-@pytest.mark.parametrize("argument", ["cross_attention_kwargs", "controlnet_conditioning_scale"])
+NO_CONTROL: dict[str, dict[str, Any]] = {
+    "cross_attention_kwargs": {"cross_attention_kwargs": {"scale": 0.0}},
+    "controlnet_conditioning_scale": {"controlnet_conditioning_scale": 0.0},
+    "control_guidance": {"control_guidance_start": 0.9, "control_guidance_end": 1.0},
+}
+
+
+@pytest.mark.parametrize("argument", NO_CONTROL)
 def test_a_controlnets_lora_is_scaled_by_its_own_argument_alone(argument: str) -> None:
     pipeline, call = controlnet()
-    zero = {argument: 0.0 if argument.startswith("controlnet") else {"scale": 0.0}}
+    zero = NO_CONTROL[argument]
     for layer in (pipeline.controlnet.controlnet_mid_block, *pipeline.controlnet.controlnet_down_blocks):
         nn.init.normal_(layer.weight)
 
