@@ -38,7 +38,7 @@ _STATES_OF_CALLS: Final = frozenset(
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
 OPEN_VERDICTS: Final = frozenset({"lora_encoder_not_run", "lora_in_base", "lora_not_seen"})
 """Findings that nobody knows whether a LoRA acts."""
-_BESIDE: Final = frozenset({"lora_off_in_base"})
+_BESIDE: Final = frozenset({"lora_off_in_base", "lora_beside_merged"})
 """Findings on the model beside the LoRAs that act: no reason why one does not."""
 _AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
@@ -199,9 +199,7 @@ def acting_lora(run: Run) -> str | None:
         return None  # the last change took it off
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
     in_weights = is_on and _is_in_weights(run, stage)
-    since = (
-        _changed_since(run, stage, [patches for _, _, patches in sides]) if is_on and not in_weights else None
-    )
+    since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None
     if since is not None:
         before = f" ‖ΔW‖ / ‖W‖ was {' and '.join(sizes)} before." if sizes else ""
         return since + before if since else None
@@ -255,6 +253,22 @@ def _scaled_in_call(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> 
         return ""
     parts = " and ".join(f"by {scale:.4g} in the {name}" for name, scale in scales.items())
     return f" The last call scaled this {parts}."
+
+
+def _as_set_last(run: Run, change: Stage) -> tuple[Stage, list[Mapping[str, Any]]]:
+    """The last stage that set LoRAs, from a change on, with the changes on each model: later ones may leave all as it was."""
+    stages = [*run.walk()]
+    found = change, _patches_in(change)
+    for stage in stages[stages.index(change) + 1 :]:
+        later = _patches_in(stage)
+        if any(map(_acting, later)) and not stage.facts.get(_AFTER_STEP):
+            found = stage, later
+    return found
+
+
+def _patches_in(stage: Stage) -> list[Mapping[str, Any]]:
+    analysis = _mapping(stage.facts.get(_FACT))
+    return [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
 
 
 def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> str | None:

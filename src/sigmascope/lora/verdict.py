@@ -301,6 +301,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing: other adapters are merged into {weights}, and PEFT runs only those.",
         "Unmerge them: unfuse_lora in diffusers, unmerge_adapter in PEFT.",
     ),
+    "lora_beside_merged": VerdictRow(
+        "warning",
+        "The LoRA {adapters} changes nothing beside the adapters that are merged into {weights}: PEFT runs only those.",
+        "Merge it too: fuse_lora with adapter_names of both, in one call after set_adapters. Or unmerge the others: unfuse_lora.",
+    ),
     "lora_bypassed": VerdictRow(
         "warning",
         "The LoRA changes nothing: attentions run their joined projections in place of {weights}, without it.",

@@ -150,8 +150,11 @@ def application_findings(
         findings = _with_causes(findings, idle)
     elif not file_is_why and not any(finding.id == "lora_not_loaded" for finding in findings):
         findings += _on_whole(models, effective, applied, before, puts_on=puts_on)
-    if not any(finding.id == IN_BASE for finding in findings):
+    known = {finding.id for finding in findings}
+    if IN_BASE not in known:
         findings += off_in_base([*now, *_gone(models, before, now)])
+    if "lora_others_merged" not in known:
+        findings += beside_merged(now)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     return [replace(finding, stage=STAGE) for finding in findings]
 
@@ -243,6 +246,21 @@ def off_in_base(patches: Iterable[AppliedPatch]) -> list[Finding]:
             weights=counted(len({change.key for change in changes}), "weight"),
         )
         for why, changes in found.items()
+    ]
+
+
+def beside_merged(patches: Iterable[AppliedPatch]) -> list[Finding]:
+    """That adapters which are set to act do not, since PEFT runs merged ones alone."""
+    waiting = [patch for patch in patches if patch.cause == "others_merged" and patch.strength != 0.0]
+    if not waiting:
+        return []
+    return [
+        verdict_finding(
+            "lora_beside_merged",
+            {"patched_keys": len(waiting), "example": waiting[0].key},
+            adapters=" and ".join(dict.fromkeys(patch.source or "its adapter" for patch in waiting)),
+            weights=counted(len({patch.key for patch in waiting}), "weight"),
+        )
     ]
 
 

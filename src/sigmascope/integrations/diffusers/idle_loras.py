@@ -274,7 +274,7 @@ def begin_idle_lora_findings(
         return Pending(lambda: [_not_seen(detour)])
     scales = scales_of_call(pipeline, seen)
     scaled = {name: argument for name, (argument, scale) in scales.items() if scale == 0}
-    beside = _off_in_base(pipeline, loras)
+    beside = [*_off_in_base(pipeline, loras), *_beside_merged(pipeline, loras)]
     if running and not scaled and not _is_to_be_looked_at(running):
         return Pending(lambda: beside)
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
@@ -332,6 +332,16 @@ def _off_in_base(pipeline: object, loras: Loras) -> list[dict[str, Any]]:
 
     patches = read_adapters(pipeline).value or ()
     return [asdict(finding) for finding in off_in_base(p for p in patches if _lora_of(p) in off)]
+
+
+def _beside_merged(pipeline: object, loras: Loras) -> list[dict[str, Any]]:
+    """That LoRAs of a call are set to act and do not, since others are merged on the same model."""
+    merged = {component_of(name) for name, lora in loras.items() if lora.get("merged")}
+    if not any(component_of(name) in merged and not lora["active"] for name, lora in loras.items()):
+        return []
+    from sigmascope.stages.lora_findings import beside_merged
+
+    return [asdict(finding) for finding in beside_merged(read_adapters(pipeline).value or ())]
 
 
 _HALVES: Final = {"encoder": ("encoder.", "quant_conv."), "decoder": ("decoder.", "post_quant_conv.")}

@@ -473,3 +473,40 @@ def test_of_a_call_of_a_traced_denoiser_nobody_knows_whether_its_lora_acts(repla
         picture = generate(pipeline, "sd15")
     assert torch.equal(picture, bare) is replaced
     assert told(watching.record()) == ({"lora_not_seen"} if replaced else set())
+
+
+@pytest.mark.parametrize("watches_fusing", [True, False])
+def test_a_lora_beside_a_fused_one_is_told_to_do_nothing(watches_fusing: bool) -> None:
+    pipeline = make_pipeline("sd15")
+    first, second = (lora_state(pipeline, ["unet"], size=0.2, seed=seed) for seed in (0, 1))
+    pipeline.load_lora_weights(first, adapter_name="fast")
+    pipeline.fuse_lora()
+    alone = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.unfuse_lora()
+    pipeline.load_lora_weights(second, adapter_name="style")
+    pipeline.set_adapters(["fast", "style"])
+    if not watches_fusing:
+        pipeline.fuse_lora(adapter_names=["fast"])
+    with sigmascope.watch(pipeline) as watching:
+        if watches_fusing:
+            pipeline.fuse_lora(adapter_names=["fast"])
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert torch.allclose(picture, alone, atol=1e-5)  # unfusing rounds
+    run = watching.record()
+    (found,) = (finding for finding in run.findings if finding.id == "lora_beside_merged")
+    assert found.message.startswith("The LoRA style changes nothing beside the adapters that are merged")
+    assert idle_lora(run) is None
+
+
+def test_strengths_that_a_watched_method_set_are_no_other_codes() -> None:
+    pipeline = make_pipeline("flux")
+    lora = lora_state(pipeline, ["transformer"], size=0.1)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(dict(lora), adapter_name="a")
+        generate(pipeline, "flux", num_inference_steps=1)
+        pipeline.load_lora_weights(dict(lora), adapter_name="b")
+        pipeline.set_adapters(["a", "b"], [0.5, 0.5])  # together as before
+        generate(pipeline, "flux", num_inference_steps=1)
+    says = acting_lora(watching.record()) or ""
+    assert says.startswith("The LoRA acts: ‖ΔW‖ / ‖W‖ is ")
+    assert "other code" not in says
