@@ -382,8 +382,13 @@ def _analyze_model(
         begun = _begin_weight_changes(looks)
         described = _safe_patch_analysis(patches)
     weights, is_acting = _safe_weight_changes(looks, begun)
+    kept = looks.kept.value
     described["loras"] = with_relative_changes(
-        described["loras"], patches, weights["keys_value_changed"], looks.held.base
+        described["loras"],
+        patches,
+        weights["keys_value_changed"],
+        looks.held.base,
+        {patch.key for patch in kept.patches if patch.state == "merged"} if kept else (),
     )
     return ModelAnalysis(
         patches,

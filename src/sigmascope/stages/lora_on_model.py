@@ -428,6 +428,7 @@ def with_relative_changes(
     applied: ModelPatches,
     changes: Mapping[str, ValueChange],
     held: Mapping[str, Tensor],
+    merged_before: Collection[str] = (),
 ) -> dict[str, SourceFacts]:
     """The facts of each LoRA with what it adds beside the weights that it is on, where all their norms are known.
 
@@ -436,16 +437,17 @@ def with_relative_changes(
         applied: Of which they are.
         changes: Of the weights, by name.
         held: The weights as they are now, of which those that did not change are read, as far as that is no work.
+        merged_before: Names of those that held merged changes at the baseline: their norm then is not that of the weight.
     """
     by_source = applied.by_source()
     merged = {patch.key for patch in applied.patches if patch.state not in ("lazy", "inactive")}
     found = dict(loras)
     for name, facts in loras.items():
         keys = {patch.key for patch in by_source.get(name, ())}
-        norms = {key: changes[key]["weight_norm"] for key in keys & changes.keys()}
-        if facts["delta_norm"] and not keys <= changes.keys():
-            as_before = {key: held[key] for key in keys & (held.keys() - changes.keys() - merged)}
-            norms |= _norms_of(as_before) if len(norms) + len(as_before) == len(keys) else {}
+        to_read = keys - changes.keys() | (keys & {*merged_before} - merged)
+        norms = {key: changes[key]["weight_norm"] for key in keys - to_read}
+        if facts["delta_norm"] and to_read and to_read <= held.keys() - merged:
+            norms |= _norms_of({key: held[key] for key in to_read})
         known = [norm for norm in norms.values() if norm is not None]
         below = root_sum_square(known)
         if facts["delta_norm"] is not None and len(known) == len(keys) and below > 0.0:

@@ -15,10 +15,13 @@ from sigmascope.analysis.lora_state import acting_lora
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:No LoRA keys"),
+    pytest.mark.filterwarnings(
+        "ignore:Already found a `peft_config`", "ignore:No LoRA keys", "ignore:Adapter cannot be set when"
+    ),
 ]
 
 
+@torch.no_grad()
 def share(*models: nn.Module) -> float:
     """‖ΔW‖ / ‖W‖ over the layers of LoRAs, in float64, in percent."""
     change, whole = 0.0, 0.0
@@ -54,10 +57,22 @@ def test_the_strength_that_is_told_is_that_of_the_parts_that_act(case: str) -> N
     with sigmascope.watch(pipeline) as watching:
         pipeline.set_adapters("a", after)
     says = acting_lora(watching.record()) or ""
-    with torch.no_grad():
-        sides = {
-            "denoiser": share(pipeline.unet),
-            "text encoders": share(pipeline.text_encoder, pipeline.text_encoder_2),
-        }
+    sides = {
+        "denoiser": share(pipeline.unet),
+        "text encoders": share(pipeline.text_encoder, pipeline.text_encoder_2),
+    }
     found = {side: float(figure) for figure, side in re.findall(r"([\d.]+) % in the ([a-z ]+)", says)}
     assert found == {side: pytest.approx(figure, abs=0.5) for side, figure in sides.items() if figure}
+
+
+def test_the_strength_of_a_lora_that_was_loaded_over_a_fused_one_is_that_beside_the_bare_weights() -> None:
+    pipeline = make_pipeline("flux")
+    first, second = (lora_state(pipeline, ["transformer"], size=0.2, seed=seed) for seed in (0, 1))
+    pipeline.load_lora_weights(first, adapter_name="a")
+    pipeline.fuse_lora()
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(second, adapter_name="b")  # PEFT takes the first out of the weights
+    pipeline.delete_adapters("a")
+    says = re.search(r"([\d.]+) % in the denoiser", acting_lora(watching.record()) or "")
+    assert says is not None
+    assert float(says[1]) == pytest.approx(share(pipeline.transformer), abs=0.5)
