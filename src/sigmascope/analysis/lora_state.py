@@ -83,6 +83,38 @@ def lora_elsewhere(run: Run) -> Iterator[Seen]:
         )
 
 
+@rule("model.lora_replaced", "warning", about="the model", looks_at="run")
+def lora_replaced(run: Run) -> Iterator[Seen]:
+    """A LoRA that acted was switched off by loading another, and is still off in a call."""
+    acting: set[str] = set()
+    off: list[str] = []
+    by: list[str] = []
+    for stage in run.walk() if run.folded is None else ():
+        analysis = stage.facts.get(_FACT)
+        if isinstance(analysis, Mapping):
+            sides = _patches_in(stage)
+            now = {name for side in sides for name in _acting(side)}
+            there = {name for side in sides for name in _mapping(side.get("loras"))}
+            loads = str(stage.facts.get("method")).startswith("load_")
+            gone = sorted((acting & there) - now) if loads else []
+            off, by = (gone, sorted(now - acting)) if loads and gone and now else ([], [])
+            acting = now
+        elif stage.name == GENERATION and off and _is_off(stage, off):
+            names, others = " and ".join(off), " and ".join(by) or "another"
+            yield Seen(
+                message=f"Loading the LoRA {others} switched {names} off, which changes nothing in the call since.",
+                evidence={"switched_off": len(off)},
+                advice="Make all active that are to act: pipe.set_adapters([...]) with the names of both.",
+            )
+            return
+
+
+def _is_off(call: Stage, names: Collection[str]) -> bool:
+    """Whether none of these LoRAs acts in a call that has one of them."""
+    own = [lora for name, lora in _in_call(call).items() if name.partition(".")[2] in names]
+    return bool(own) and not any(lora.get("active") for lora in own)
+
+
 def _calls_beside_it(run: Run) -> int:
     """How many calls ran since a LoRA was put on beside the weights, if none of them had any LoRA on its models."""
     calls, is_on = 0, False

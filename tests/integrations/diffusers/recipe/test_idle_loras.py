@@ -510,3 +510,31 @@ def test_strengths_that_a_watched_method_set_are_no_other_codes() -> None:
     says = acting_lora(watching.record()) or ""
     assert says.startswith("The LoRA acts: ‖ΔW‖ / ‖W‖ is ")
     assert "other code" not in says
+
+
+@pytest.mark.filterwarnings("ignore:Adapter cannot be set when")
+@pytest.mark.parametrize("case", ["loaded alone", "fused first", "both set", "only the second wanted"])
+def test_a_lora_that_loading_another_switched_off_is_told_where_it_stays_off(case: str) -> None:
+    pipeline = make_pipeline("sd15")
+    first, second = (lora_state(pipeline, ["unet"], size=0.1, seed=seed) for seed in (0, 1))
+    pipeline.load_lora_weights(dict(second), adapter_name="b")
+    alone = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.unload_lora_weights()
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(first, adapter_name="a")
+        if case == "fused first":
+            pipeline.fuse_lora()
+        pipeline.load_lora_weights(second, adapter_name="b")
+        if case == "both set":
+            pipeline.set_adapters(["a", "b"])
+        if case == "only the second wanted":
+            pipeline.set_adapters(["b"])
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    is_off = torch.allclose(picture, alone, atol=1e-5)
+    assert is_off is (case != "both set")
+    found = [one.message for one in watching.record().findings if one.id == "model.lora_replaced"]
+    assert found == (
+        ["Loading the LoRA b switched a off, which changes nothing in the call since."]
+        if case in ("loaded alone", "fused first")
+        else []
+    )
