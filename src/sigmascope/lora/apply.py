@@ -8,7 +8,6 @@ a bias is added to the output. The change of any other parameter, such as a norm
 
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -46,7 +45,7 @@ from sigmascope.lora.live_layers import (
     weight_shape_of,
 )
 from sigmascope.lora.reader import load_lora
-from sigmascope.probes.models import components_of, modules_in
+from sigmascope.probes.models import components_of, named_modules_in
 from sigmascope.units import counted, first_few
 
 __all__ = ["AttachedLora", "attach_lora"]
@@ -370,32 +369,33 @@ class AttachedFacts:
         handle: Identifies the attachment: the same object as long as the LoRA stays attached and is not swapped.
         path: The LoRA's file; None if it was made in memory.
         scale: Its current strength.
-        layers: How many of the model's layers it changes.
+        layers: The names of the model's layers that it changes.
         factors: up, down and scale, by the LoRA's module name.
     """
 
     handle: object
     path: Path | None
     scale: float
-    layers: int
+    layers: tuple[str, ...]
     factors: Mapping[str, tuple[Tensor, Tensor, float]]
 
 
 def attached_to(model: nn.Module) -> list[AttachedFacts]:
     """The LoRAs that `attach_lora` put on a model and that are still attached, in the order of the model's layers."""
     branches: dict[Strength, list[LoraBranch[Any]]] = {}
-    layers: Counter[Strength] = Counter()
-    for layer in modules_in(model):
+    layers: dict[Strength, list[str]] = {}
+    for name, layer in named_modules_in(model):
         own = [hook for hook in layer._forward_hooks.values() if isinstance(hook, LoraBranch)]
         for hook in own:
             branches.setdefault(hook.strength, []).append(hook)
-        layers.update({hook.strength for hook in own})
+        for strength in {hook.strength for hook in own}:
+            layers.setdefault(strength, []).append(name)
     return [
         AttachedFacts(
             own[0].factors,
             strength.path,
             strength.value,
-            layers[strength],
+            (*layers[strength],),
             {b.name: b.factors.whole for b in own},
         )
         for strength, own in branches.items()

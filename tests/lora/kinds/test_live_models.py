@@ -110,7 +110,7 @@ def test_changes_of_biases_are_live(tmp_path: Path) -> None:
         attached.swap(lora.only({"conv.bias"}))
         torch.testing.assert_close(net(x), changed(1.0, "conv.bias"))
         (facts,) = attached_to(net)
-        assert facts.layers == 2
+        assert facts.layers == ("conv", "linear")
     with merge_into_model(net, lora, 0.5):
         torch.testing.assert_close(net(x), changed(0.5))
     assert all(torch.equal(tensor, kept[key]) for key, tensor in net.state_dict().items())

@@ -238,8 +238,8 @@ def attached_loras(component: str, module: nn.Module) -> dict[str, dict[str, Any
             content = _ATTACHED_CONTENT[lora.handle] = _of_factors(lora.factors)
         loras[name] = {
             "strength": (lora.scale, lora.scale),
-            "layers": lora.layers,
-            "active": lora.layers if lora.scale else 0,
+            "layers": len(lora.layers),
+            "active": len(lora.layers) if lora.scale else 0,
             "content": content,
         }
     return loras
@@ -247,9 +247,7 @@ def attached_loras(component: str, module: nn.Module) -> dict[str, dict[str, Any
 
 def attached_layers(component: str, module: nn.Module) -> dict[str, list[str]]:
     """The layers on which each of these acts, by the same names."""
-    return {
-        name: [*lora.factors] if lora.scale else [] for name, lora in _attached(component, module).items()
-    }
+    return {name: [*lora.layers] if lora.scale else [] for name, lora in _attached(component, module).items()}
 
 
 def _attached(component: str, module: nn.Module) -> dict[str, Any]:

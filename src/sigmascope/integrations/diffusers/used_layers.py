@@ -142,7 +142,7 @@ def _has_late_adapter(model: nn.Module) -> bool:
 def _is_late_attached(model: nn.Module) -> bool:
     attaching = sys.modules.get(_ATTACHING)
     attached = [] if attaching is None else attaching.attached_to(model)
-    return any(all(map(is_late, lora.factors)) for lora in attached if lora.scale)
+    return any(all(map(is_late, lora.layers)) for lora in attached if lora.scale)
 
 
 def begin_following(encoders: Mapping[str, object]) -> "FollowedEncoding | None":

@@ -1,14 +1,18 @@
 """A LoRA on layers of a text encoder that the pipeline leaves out changes no picture, and is told so."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
 from tests.families import generate, make_pipeline
 from tests.families.encoders import clip
+from tests.families.loras import lora_state, write
+from tests.families.tokenizers import VOCABULARY, qwen_tokenizer
 from tests.integrations.diffusers.recipe.test_idle_loras import encode, told
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -17,6 +21,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import sigmascope
 from sigmascope.analysis.breakdown import headline
 from sigmascope.analysis.lora_state import idle_lora
+from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS
+from sigmascope.integrations.diffusers.recipe import loras_of
 from sigmascope.integrations.diffusers.used_layers import FollowedEncoding, begin_following
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Already found a `peft_config`")]
@@ -253,3 +259,58 @@ def test_of_a_lora_on_early_layers_nothing_is_followed() -> None:
         if following is not None:
             following.end()
     assert modes() == []
+
+
+def qwen3() -> Any:
+    """A language model of four layers, as pipelines have for a text encoder."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    torch.manual_seed(0)
+    return Qwen3Model(Qwen3Config(**sizes, **tokens, num_key_value_heads=1, head_dim=16)).eval()
+
+
+OF_LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "Lumina2Pipeline": {"do_classifier_free_guidance": False},
+    "ZImagePipeline": {"do_classifier_free_guidance": False},
+    "Flux2KleinPipeline": {"text_encoder_out_layers": (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize(("layer", "acts"), [(3, False), (2, True)])
+@pytest.mark.parametrize("name", OF_LANGUAGE_MODELS)
+def test_of_other_encoders_too_it_is_known_which_layers_made_the_embeddings(
+    name: str, layer: int, acts: bool
+) -> None:
+    kind: Any = getattr(diffusers, name)
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    pipeline = kind(text_encoder=qwen3(), tokenizer=tokenizer, vae=None, transformer=None, scheduler=None)
+
+    def embeddings() -> list[Tensor]:
+        with torch.no_grad():
+            made = pipeline.encode_prompt("a red fox", device="cpu", **OF_LANGUAGE_MODELS[name])[0]
+        return [made] if isinstance(made, Tensor) else made
+
+    bare = embeddings()
+    put_on(pipeline.text_encoder, layer)
+    with sigmascope.watch(pipeline):
+        (made,) = embeddings()
+    assert torch.equal(made, bare[0]) is not acts
+    loras = loras_of(pipeline)
+    assert EMBEDDINGS.made_with(loras, [made], []).result() is acts
+    says = {} if acts else {"text_encoder": "the first 3 of the 4 layers of text_encoder"}
+    assert EMBEDDINGS.unused_layers(loras, [made]) == says
+
+
+def test_an_attached_lora_is_judged_likewise(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sdxl")
+    bare = generate(pipeline, "sdxl", num_inference_steps=1)
+    for only, acts in (("layers.1.", False), ("layers.0.", True)):
+        state = lora_state(pipeline, ["text_encoder"], size=0.2, only=only)
+        path = write(state, tmp_path / "style.safetensors")
+        with sigmascope.attach_lora(pipeline, path), sigmascope.watch(pipeline) as watching:
+            picture = generate(pipeline, "sdxl", num_inference_steps=1)
+        assert torch.equal(picture, bare) is not acts
+        assert told(watching.record()) == (set() if acts else UNUSED)
