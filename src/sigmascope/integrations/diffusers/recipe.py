@@ -26,7 +26,7 @@ from sigmascope.probes.model_fingerprints import (
     state_of,
 )
 from sigmascope.probes.models import components_of, unwrap
-from sigmascope.probes.module_tree import tree_of
+from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.peft import adapter_states, adapters_of, bypassed_layers, held_by, number_for
 from sigmascope.probes.reading import Reading, attempt
 
@@ -182,7 +182,7 @@ _STANDING_OF: Final = itemgetter(*_STANDING)
 def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
     """The facts of each adapter over all layers; those of the last time if every layer stands as it did then."""
     tree = tree_of(module)
-    layers: list[int] = tree.derive("layers of adapters", lambda: tree.holding("merged_adapters"))
+    layers: list[int] = tree.derive("layers of adapters", lambda: _places_of_adapters(tree))
     bypassed = bypassed_layers(module)
     try:
         standing, tells = [*map(_STANDING_OF, tree.own_at(layers))], True
@@ -199,6 +199,12 @@ def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
         kept[:] = bypassed, [(*map(_copied, held),) for held in standing], adapters
     facts: Mapping[str, dict[str, Any]] = kept[2]
     return facts
+
+
+def _places_of_adapters(tree: ModuleTree) -> list[int]:
+    """Where PEFT's layers are, and the modules that it trained whole, which keep less."""
+    whole = [place for place, _ in tree.having("modules_to_save")]
+    return sorted({*tree.holding("merged_adapters"), *whole})
 
 
 def _copied(held: object) -> object:

@@ -538,3 +538,26 @@ def test_a_lora_that_loading_another_switched_off_is_told_where_it_stays_off(cas
         if case in ("loaded alone", "fused first")
         else []
     )
+
+
+@pytest.mark.parametrize("off", ["disable_lora", "set_adapters", "scale"])
+def test_a_module_that_was_trained_whole_acts_while_the_factors_beside_it_are_off(off: str) -> None:
+    pipeline = make_pipeline("flux")
+    bare = generate(pipeline, "flux", num_inference_steps=1)
+    config = LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["proj_out"], init_lora_weights=False)
+    pipeline.transformer.add_adapter(config, "a")
+    for name, weight in pipeline.transformer.named_parameters():
+        weight.data += 0.1 * ("modules_to_save" in name)
+    if off == "disable_lora":
+        pipeline.disable_lora()
+    elif off == "set_adapters":
+        pipeline.set_adapters("a", 0.0)
+    given: dict[str, Any] = {"joint_attention_kwargs": {"scale": 0.0}} if off == "scale" else {}
+    with sigmascope.watch(pipeline) as watching:
+        picture = generate(pipeline, "flux", num_inference_steps=1, **given)
+    assert not torch.equal(picture, bare)
+    run = watching.record()
+    assert told(run) == set()
+    assert idle_lora(run) is None
+    (lora,) = run.stage("generation").facts["recipe"]["loras"].values()
+    assert lora["active"] >= 1
