@@ -228,7 +228,12 @@ def acting_lora(run: Run) -> str | None:
     ]
     is_on = any(_acting(patches) for _, _, patches in sides)
     if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
-        return None  # the last change took it off
+        left = [
+            name
+            for name, side in ((denoiser, "unet"), ("text encoders", "clip"))
+            if _stays_in_weights(run, stage, side)
+        ]
+        return f"The LoRA acts in the {' and the '.join(left)}: it is in the weights." if left else None
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
     in_weights = is_on and _is_in_weights(run, stage)
     since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None
@@ -258,6 +263,18 @@ def _is_in_weights(run: Run, change: Stage) -> bool:
         if one.get("effective") is False
     ]
     return any(not any(side.get("total_patched_keys") for side in both) for both in sides)
+
+
+def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
+    """Whether a change that takes LoRAs off left one in the weights of a side: those that are merged stay there."""
+    stages = [*run.walk()]
+    before = [
+        stage for stage in stages[: stages.index(change)] if isinstance(stage.facts.get(_FACT), Mapping)
+    ]
+    if change.facts.get("method") not in _TAKE_OFF or not before:
+        return False
+    patches = _mapping(_mapping(before[-1].facts[_FACT]).get(f"{side}_lora_patches"))
+    return any("merged" in _mapping(lora.get("states")) for lora in _acting(patches).values())
 
 
 _TAKE_OFF: Final = frozenset(

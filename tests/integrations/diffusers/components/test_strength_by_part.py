@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families import make_pipeline
+from tests.families import generate, make_pipeline
 from tests.families.loras import lora_state
 from torch import nn
 
@@ -76,3 +76,17 @@ def test_the_strength_of_a_lora_that_was_loaded_over_a_fused_one_is_that_beside_
     says = re.search(r"([\d.]+) % in the denoiser", acting_lora(watching.record()) or "")
     assert says is not None
     assert float(says[1]) == pytest.approx(share(pipeline.transformer), abs=0.5)
+
+
+@pytest.mark.parametrize("part", ["unet", "text_encoder"])
+def test_what_was_fused_in_one_part_acts_there_once_the_adapters_are_unloaded(part: str) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(lora_state(pipeline, ["unet", "text_encoder"], size=0.2))
+        pipeline.fuse_lora(components=[part])
+        pipeline.unload_lora_weights()
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.equal(picture, bare)
+    side = "denoiser" if part == "unet" else "text encoders"
+    assert acting_lora(watching.record()) == f"The LoRA acts in the {side}: it is in the weights."
