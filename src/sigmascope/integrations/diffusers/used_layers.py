@@ -97,7 +97,7 @@ def is_late(layer: str) -> bool:
 
 
 _EARLY: Final[ByIdentity[Callable[[], object]]] = ByIdentity()
-"""By encoder the early layer on which all adapters that act were seen to be."""
+"""By encoder the early layer on which all adapters that act were seen to be, or to be off as on all others."""
 
 
 def has_late_lora(encoder: object) -> bool:
@@ -114,7 +114,10 @@ def has_late_lora(encoder: object) -> bool:
 
 
 def _all_act_on(layer: nn.Module) -> bool:
+    """Whether the adapters that act are all on this layer; also if they are switched off."""
     states = adapter_states(layer)
+    if states.disabled and not states.merged:
+        return True
     return bool(states.active) and {*_acting_on(layer)} >= {*states.active, *states.merged}
 
 
@@ -127,15 +130,18 @@ def _acting_on(layer: nn.Module) -> Iterator[str]:
 
 
 def _has_late_adapter(model: nn.Module) -> bool:
-    early, late = set[str](), set[str]()
+    early, late, first = set[str](), set[str](), None
     for name, layer in adapter_layers(model):
         if is_late(name):
             late.update(_acting_on(layer))
             continue
         early.update(_acting_on(layer))
-        if _all_act_on(layer):
+        first = layer if first is None else first
+        if early and _all_act_on(layer):
             _EARLY.put(model, reference_to(layer))
             return False
+    if first is not None and not late and _all_act_on(first):
+        _EARLY.put(model, reference_to(first))
     return not late <= early
 
 
