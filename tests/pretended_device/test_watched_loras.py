@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 from safetensors.torch import save_file
 from tests.conftest import Pretend
 from tests.families import generate, make_pipeline
@@ -73,3 +74,18 @@ def test_zeros_that_were_there_before_the_watch_are_found_without_a_wait(
     assert ids == {1.0: [[], []], 0.0: [["lora_is_zero"]] * 2}
     if kind == "cuda":
         assert waits[0.0] == waits[1.0]
+
+
+def test_which_layers_of_an_encoder_are_used_is_followed_without_waiting(pretend: Pretend) -> None:
+    pipeline = make_pipeline("sdxl")
+    config = LoraConfig(r=2, target_modules=r".*layers\.1\..*q_proj", init_lora_weights=False)
+    pipeline.text_encoder.add_adapter(config)
+    with pretend("cuda") as device:
+        pipeline.to("cuda")
+        generate(pipeline, "sdxl", num_inference_steps=1)
+        device.waits.clear()
+        with watch(pipeline) as watching:
+            generate(pipeline, "sdxl", num_inference_steps=1)
+            assert device.our_waits == []
+        found = {finding.id for finding in watching.record().findings}
+    assert "lora_layers_unused" in found
