@@ -411,6 +411,33 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
 }
 """Every reason, by the finding's id. Reasons of single modules stand in the order in which findings name them."""
 
+
+class LoaderRow(NamedTuple):
+    """A finding about the form of a file, which matters for one host's loader.
+
+    Attributes:
+        host: Whose loader.
+        leaves_all_out: Whether it may be why that takes nothing of the file.
+        about_names: Whether it no longer matters once every module was found on the model.
+    """
+
+    host: str
+    leaves_all_out: bool = True
+    about_names: bool = False
+
+
+LOADERS: Final = {
+    "lora_alpha_refused": LoaderRow("diffusers"),
+    "lora_kohya_names": LoaderRow("diffusers", about_names=True),
+    "lora_comfyui_names": LoaderRow("diffusers", about_names=True),
+    "lora_whole_differences": LoaderRow("diffusers"),
+    "lora_prefix": LoaderRow("diffusers", about_names=True),
+    "lora_some_biases": LoaderRow("diffusers"),
+    "lora_comfyui_only": LoaderRow("diffusers"),
+    "lora_comfyui_loses_attention": LoaderRow("comfyui", about_names=True),
+    "lora_comfyui_loses_magnitudes": LoaderRow("comfyui", leaves_all_out=False),
+}
+"""What `loader_findings` finds, by the finding's id."""
 MISMATCHES: Final[dict[Reason, VerdictRow]] = {
     reason: VERDICTS[f"lora_{reason}"] for reason in get_args(Reason)
 }

@@ -16,6 +16,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import sort_patches
 from sigmascope.lora.verdict import (
+    LOADERS,
     VERDICTS,
     LoraVerdict,
     is_opposed,
@@ -31,6 +32,7 @@ from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.stages.lora_on_model import (
     OPPOSITE,
     SAME_CANCELLED,
+    Alike,
     alike,
     begin_extremes,
     elements_of_change,
@@ -48,33 +50,13 @@ from sigmascope.stages.weight_verdict import NOT_SEEN, is_below_any_bit
 from sigmascope.units import counted
 
 STAGE: Final = "lora_application"
-_HOST_OF_FINDING: Final = {
-    "lora_alpha_refused": "diffusers",
-    "lora_kohya_names": "diffusers",
-    "lora_comfyui_names": "diffusers",
-    "lora_whole_differences": "diffusers",
-    "lora_prefix": "diffusers",
-    "lora_some_biases": "diffusers",
-    "lora_comfyui_only": "diffusers",
-    "lora_comfyui_loses_attention": "comfyui",
-    "lora_comfyui_loses_magnitudes": "comfyui",
-}
-"""Whose loader a finding about the file's form is about."""
-_ABOUT_NAMES: Final = frozenset(
-    {
-        "lora_kohya_names",
-        "lora_comfyui_names",
-        "lora_prefix",
-        "lora_controlnet",
-        "lora_comfyui_loses_attention",
-    }
-)
+_ABOUT_NAMES: Final = {id for id, row in LOADERS.items() if row.about_names} | {"lora_controlnet"}
 """Those that no longer matter where every module was found on the model."""
 _WIDENED_ON_PURPOSE: Final = "x_embedder"
 """The layer that takes the latent, which diffusers widens for a control LoRA: it takes the control picture too."""
 _FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})
 """Findings on a file that say already why nothing is on the models."""
-_WHY_NOT_LOADED: Final = (_HOST_OF_FINDING.keys() - {"lora_comfyui_loses_magnitudes"}) | {
+_WHY_NOT_LOADED: Final = {id for id, row in LOADERS.items() if row.leaves_all_out} | {
     id for id, row in VERDICTS.items() if row.many and row.severity == "error"
 }
 """Findings on a file that a loader may have refused all of it for: its form, or modules that do not fit."""
@@ -170,7 +152,8 @@ def file_findings(
     for finding in () if verdict is None else verdict.findings:
         is_said = left_out and finding.id == "lora_text_encoder_missing"
         is_solved = complete and (finding.id in _ABOUT_NAMES or _is_of_control(finding))
-        if _HOST_OF_FINDING.get(finding.id, host) == host and not is_said and not is_solved:
+        is_of_other_host = finding.id in LOADERS and LOADERS[finding.id].host != host
+        if not is_of_other_host and not is_said and not is_solved:
             of_file.append(finding)
     cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)
     if applied is not None and any(is_without_values(module.detail) for module in applied.missing):
@@ -406,7 +389,7 @@ def _idle_changes(
     applied: ModelPatches,
     before: ModelSnapshot,
     extremes: Mapping[int, Reading[list[float]]],
-    same_contents: Iterable[tuple[str, list[AppliedPatch], str | None]],
+    same_contents: Iterable[Alike],
 ) -> list[IdleChange]:
     if any(_spoils(patch, extremes[id(patch)].value or []) for patch in applied.patches):
         return []
@@ -419,7 +402,12 @@ def _idle_changes(
         for patch in applied.patches
         if (name := _zero_tensor(patch, extremes[id(patch)].value or [])) is not None
     }
-    cancelled = {id(patch): why for _, same, why in same_contents if why is not None for patch in same}
+    cancelled = {
+        id(patch): one.why_nothing
+        for one in same_contents
+        if one.why_nothing is not None
+        for patch in one.patches
+    }
     found = [
         IdleChange(patch.key, cancelled[id(patch)], source=patch.source)
         if id(patch) in cancelled and patch.key not in acted and patch.in_base is None

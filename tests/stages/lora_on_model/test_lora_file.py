@@ -9,7 +9,8 @@ from tests.comfy_shapes.adapters import lora_adapter, lora_parts
 from tests.comfy_shapes.modules import Q
 from tests.comfy_shapes.patchers import ModelPatcher
 
-from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict
+from sigmascope.lora.verdict import LoraVerdict, verdict_finding
 from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 from sigmascope.stages.lora_findings import file_findings
@@ -83,3 +84,23 @@ def test_what_only_another_host_does_with_the_file_is_left_out(host: str, named:
     verdict = LoraVerdict("x.safetensors", findings=(finding,))
     found = file_findings(verdict, None, host)
     assert (id in {one.id for one in found}) is named
+
+
+@pytest.mark.parametrize(
+    ("id", "is_why"), [("lora_comfyui_loses_magnitudes", False), ("lora_comfyui_loses_attention", True)]
+)
+def test_what_a_loader_leaves_out_of_a_file_is_why_nothing_is_there_if_it_may_be_all(
+    id: str, is_why: bool
+) -> None:
+    """ComfyUI applies a DoRA without its magnitudes."""
+    form = Finding(id, "warning", "ComfyUI leaves out some.")
+    applied = AppliedVerdict(
+        "x.safetensors",
+        (AppliedModule("a"),),
+        findings=(
+            verdict_finding("lora_not_loaded", modules="1 module", why="the model has no weight for it"),
+        ),
+    )
+    found = file_findings(LoraVerdict("x.safetensors", findings=(form,)), applied, "comfyui")
+    (not_loaded,) = (one.message for one in found if one.id == "lora_not_loaded")
+    assert not_loaded.endswith("ComfyUI leaves out some.") is is_why
