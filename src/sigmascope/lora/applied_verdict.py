@@ -176,6 +176,7 @@ class AppliedVerdict:
         }
 
 
+@torch.no_grad()  # a parameter that was made in inference mode raises where its gradient may be wanted
 def judge_applied(
     lora: str | PathLike[str] | LoraFile | Mapping[str, Tensor],
     patches: Sequence[AppliedPatch],

@@ -85,6 +85,16 @@ def _patches(patcher: Any) -> Iterator[AppliedPatch]:
         indices[entry.key] += 1
 
 
+def identities_of(patcher: Any) -> dict[Place, int]:
+    """The identity of each entry of `patches`, by its weight and `AppliedPatch.index`."""
+    before = Counter(entry.key for entry in replaced(patcher))
+    return {
+        (str(key), before[str(key)] + index): id(kept)
+        for key, entries in list(patcher.patches.items())
+        for index, kept in enumerate(sequence(entries))
+    }
+
+
 def replaced(patcher: object) -> Iterator[PatcherEntry]:
     """Tensors among `object_patches`, most of which are other things: a sampling, a dtype, a function."""
     kept = mapping(patcher, "object_patches_backup")

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
+import torch
 from rich.console import Console
 
 from sigmascope.lora.applied_verdict import AppliedVerdict
@@ -147,6 +148,7 @@ _MOST_UNMATCHED = 40
 """Modules of a file that the record keeps: the first that matched nothing; of all there are counts."""
 
 
+@torch.no_grad()  # a parameter that was made in inference mode raises where its gradient may be wanted
 @one_look()
 def capture_lora_baseline(
     unet_model: object,
@@ -235,6 +237,7 @@ def _model_baseline(
     )
 
 
+@torch.no_grad()
 @one_look()
 def analyze_lora_application_results(
     baseline: object,
@@ -570,6 +573,7 @@ def _before(original: object, model_type: str, *, contents: bool) -> ModelSnapsh
     return snapshot_in(original) or take_snapshot(original, model_type, contents=contents)
 
 
+@torch.no_grad()
 def track_weight_modifications(
     original_model: object, modified_model: object, model_type: str
 ) -> WeightChanges:
@@ -586,6 +590,7 @@ def track_weight_modifications(
     return _safe_weight_changes(looks, _begin_weight_changes(looks))[0]
 
 
+@torch.no_grad()
 def analyze_lora_patches(modified_model: object, model_type: str) -> PatchAnalysis:
     """List every change on a model now, with its type, strength and state. Never raises.
 

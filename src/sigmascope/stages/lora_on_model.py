@@ -34,6 +34,7 @@ from sigmascope.lora.norms_at_once import norms_at_once
 from sigmascope.lora.patches import (
     factors_of,
     is_product,
+    needs_weight,
     own_shape,
     rank_together,
     scale_of_patch,
@@ -565,17 +566,12 @@ _MOST_BYTES_AT_ONCE: Final = 1 << 24
 
 def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwice]:
     """Changes of the same content that act more than once on one weight, whatever their strengths and names."""
-    several = {
-        key: acting
-        for key, patches in by_key.items()
-        if len({patch.index for patch in patches} | {patch.source for patch in patches}) > 1
-        and len(acting := sort_patches(patches).acting) > 1
-    }
+    several = _several(by_key)
     found: dict[tuple[tuple[str, ...], str | None, bool], list[tuple[str, list[float]]]] = {}
     contents = contents_of(patch for patches in several.values() for patch in patches)
-    for key, patches, why_nothing in alike(several, contents):
+    for key, patches, left, why_nothing in alike(several, contents):
         names = tuple(patch.source or "" for patch in patches)
-        strengths = attempt(lambda same=patches: _strengths(same)).value or []  # type: ignore[misc]
+        strengths = attempt(lambda same=left: _strengths(same)).value or []  # type: ignore[misc]
         found.setdefault((names, why_nothing, is_opposed(strengths)), []).append((key, strengths))
     return [
         {
@@ -590,28 +586,87 @@ def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwic
     ]
 
 
+def _several(by_key: Mapping[str, Sequence[AppliedPatch]]) -> dict[str, Sequence[AppliedPatch]]:
+    """Of each weight that has several changes, those that act; a merge's parts are one."""
+    return {
+        key: acting
+        for key, patches in by_key.items()
+        if len({patch.index for patch in patches} | {patch.source for patch in patches}) > 1
+        and len(acting := sort_patches(patches).acting) > 1
+    }
+
+
+def cancelled_changes(applied: ModelPatches) -> Iterator[tuple[AppliedPatch, str]]:
+    """The changes on a model that act and cancel each other, each with the verdict on them."""
+    several = _several(applied.by_key())
+    contents = contents_of(patch for patches in several.values() for patch in patches)
+    for found in alike(several, contents):
+        if found.why_nothing is not None:
+            yield from ((patch, found.why_nothing) for patch in found.patches)
+
+
 def _strengths(same: Sequence[AppliedPatch]) -> list[float]:
     """Of each, at the scale of the first."""
     scale = scale_of_patch(same[0]) or 1.0
     return [strength_of(patch) * scale_of_patch(patch) / scale for patch in same]
 
 
-def alike(acting: _ByKey, contents: Contents) -> Iterator[tuple[str, list[AppliedPatch], str | None]]:
-    """Of each weight the changes that have the same contents (by `key_of`), or that sum to nothing, and the verdict if they do."""
-    several: dict[str, Sequence[AppliedPatch]] = {}
+class Alike(NamedTuple):
+    """Changes of a weight that have the same contents (by `key_of`), or that sum to nothing.
+
+    Attributes:
+        key: The weight.
+        patches: The changes.
+        left: The same with the strengths that later changes leave of them.
+        why_nothing: The verdict, if they sum to nothing.
+    """
+
+    key: str
+    patches: Sequence[AppliedPatch]
+    left: Sequence[AppliedPatch]
+    why_nothing: str | None
+
+
+def alike(acting: _ByKey, contents: Contents) -> Iterator[Alike]:
+    """What is alike among the changes of each weight that act."""
+    several: dict[str, tuple[Sequence[AppliedPatch], Sequence[AppliedPatch]]] = {}
     for key, patches in acting.items():
-        alike: dict[Content, list[AppliedPatch]] = {}
-        for patch in patches:
+        left, why_not = _left_by_later_ones(patches)
+        by_content: dict[Content, list[int]] = {}
+        for place, patch in enumerate(patches):
             content = contents.get(key_of(patch))
             if content is not None:
-                alike.setdefault(content, []).append(patch)
-        for same in alike.values():
-            if len(same) > 1:
-                is_nothing = signed_patches(same, (), contents).is_nothing
-                yield key, same, SAME_CANCELLED if is_nothing else None
-        if len(alike) > 1:
-            several[key] = patches
+                by_content.setdefault(content, []).append(place)
+        for places in by_content.values():
+            if len(places) > 1:
+                same = [left[place] for place in places]
+                is_nothing = why_not is None and signed_patches(same, (), contents).is_nothing
+                why_nothing = SAME_CANCELLED if is_nothing else None
+                yield Alike(key, [patches[place] for place in places], same, why_nothing)
+        if len(by_content) > 1 and why_not is None:
+            several[key] = patches, left
     yield from _opposite(several)
+
+
+def _left_by_later_ones(patches: Sequence[AppliedPatch]) -> tuple[list[AppliedPatch], str | None]:
+    """The changes of a weight with what later ones leave of their strengths; or as they are, and why that is not known.
+
+    A merge multiplies what was there before it, and has one index for all its parts.
+    """
+    left: list[AppliedPatch] = []
+    times, after, index = 1.0, 1.0, None
+    for patch in reversed(patches):
+        if (
+            patch.strength is None
+            or patch.strength_model is None
+            or needs_weight(replace(patch, strength_model=1.0))
+        ):
+            return [*patches], f"a {patch.adapter_type} change depends on the weight that is there"
+        if patch.index != index:
+            times, index = after, patch.index
+        after *= patch.strength_model
+        left.append(replace(patch, strength=patch.strength * times, strength_model=1.0))
+    return left[::-1], None
 
 
 SAME_CANCELLED: Final = "lora_cancelled"
@@ -619,15 +674,15 @@ OPPOSITE: Final = "lora_opposite"
 """The verdict on changes of which none is like another and whose sum is 0, such as a file's and its negation's."""
 
 
-def _opposite(acting: _ByKey) -> Iterator[tuple[str, list[AppliedPatch], str]]:
+def _opposite(acting: Mapping[str, tuple[Sequence[AppliedPatch], Sequence[AppliedPatch]]]) -> Iterator[Alike]:
     """Of each weight the changes that sum to nothing; none where those of the first weights all leave something."""
     found = 0
-    for number, (key, patches) in enumerate(acting.items()):
+    for number, (key, (patches, left)) in enumerate(acting.items()):
         if number == _FIRST_SUMS and not found:
             return
-        if attempt(lambda held=patches: _sum_to_nothing(held)).value:  # type: ignore[misc]
+        if attempt(lambda held=left: _sum_to_nothing(held)).value:  # type: ignore[misc]
             found += 1
-            yield key, [*patches], OPPOSITE
+            yield Alike(key, patches, left, OPPOSITE)
 
 
 _FIRST_SUMS: Final = 8

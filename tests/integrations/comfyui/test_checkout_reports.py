@@ -1,8 +1,16 @@
 """Reports of users of ComfyUI, built again on a real server: what the record says of each."""
 
+import uuid
+from typing import Any
+
 import pytest
-from tests.integrations.comfyui.graphs import SLEEP, family, graph
+from safetensors.torch import load_file
+from tests.integrations.comfyui.graphs import SLEEP, Graph, family, graph
 from tests.integrations.comfyui.server import Server, node, packs, states
+from torch import Tensor
+
+from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.lora_state import acting_lora
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
@@ -85,3 +93,81 @@ def test_a_lora_on_a_gguf_as_a_hook(server: Server) -> None:
     (verdict,) = node(run, "2").facts["lora_verdicts"]
     assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (False, 0, 3)
     assert "in force for no text that was encoded and no step" in verdict["says"]
+
+
+def lora_loader(before: str, lora: str, strength: float) -> dict[str, Any]:
+    inputs = {"lora_name": f"{lora}.safetensors", "strength_model": strength, "strength_clip": strength}
+    return {"class_type": "LoraLoader", "inputs": {**inputs, "model": [before, 0], "clip": [before, 1]}}
+
+
+def merge(model: str, other: str, ratio: float) -> dict[str, Any]:
+    inputs = {"model1": [model, 0], "model2": [other, 0], "ratio": ratio}
+    return {"class_type": "ModelMergeSimple", "inputs": inputs}
+
+
+@pytest.mark.parametrize(
+    ("more", "model", "used", "says"),
+    [
+        pytest.param({"9": lora_loader("2", "good", -0.8)}, "9", [0, 0], "cancel each other", id="cancelled"),
+        pytest.param({"9": lora_loader("2", "good", -0.3)}, "9", [7, 7], "0.8 and -0.3 leave 0.5", id="opposed"),
+        pytest.param({"10": merge("1", "2", 1.0)}, "10", [0], "no node that ran uses", id="merged with nothing"),
+        pytest.param(
+            {"10": merge("2", "1", 0.5), "9": lora_loader("10", "good", -0.4)},
+            "9", [0, 0], "cancel each other", id="half is left by a merge",
+        ),
+        pytest.param(
+            {"10": merge("2", "1", 0.5), "9": lora_loader("10", "good", -0.8)},
+            "9", [7, 7], "0.4 and -0.8 leave -0.4", id="more than a merge leaves",
+        ),
+        pytest.param({"denoise": 0.0}, "2", [0], "no sampler made a step", id="no step"),
+    ],
+)  # fmt: skip
+def test_a_lora_that_acts_moves_the_latent_now_and_when_all_is_kept(
+    server: Server, more: dict[str, Any], model: str, used: list[int], says: str
+) -> None:
+    """A latent that rounding alone moved counts as the one without the LoRA."""
+    seed = 200 + len(says)
+    nodes = graph(seed=seed) | {name: one for name, one in more.items() if name != "denoise"}
+    nodes["6"]["inputs"] |= {"model": [model, 0], "denoise": more.get("denoise", 1.0)}
+    nodes["3"]["inputs"]["clip"] = ["1", 1]
+    for name in nodes.keys() & {"9"}:
+        nodes[name]["inputs"]["clip"] = ["1", 1]
+    without = graph(seed=seed)
+    del without["2"]
+    without["3"]["inputs"]["clip"] = ["1", 1]
+    without["6"]["inputs"] |= {"model": ["1", 0], "denoise": more.get("denoise", 1.0)}
+    server.free()
+    for run in (server.run(latent_of(nodes)), server.run(latent_of(nodes))):
+        told = {
+            stage.facts["node"]["id"]: stage.facts["lora_verdicts"]
+            for stage in run.walk()
+            if "lora_verdicts" in stage.facts
+        }
+        told |= {one["node"]: [one] for one in run.facts["comfyui"].get("loras_kept", ())}
+        verdicts = [told[name][0] for name in ("2", "9") if name in told]
+        assert [one["modules_used"] for one in verdicts] == used
+        assert [one["effective"] for one in verdicts] == [count > 0 for count in used]
+        assert all(says in one["says"] for one in verdicts[-1:])
+        assert (acting_lora(run) is None) is not any(used)
+        assert not any(used) or says in str(acting_lora(run))
+        assert any(used) or says in headline(run) or "constant begins in KSampler" in headline(run)
+    moved = float(
+        (saved(server, nodes) - (bare := saved(server, without))).norm() / bare.norm().clamp_min(1e-9)
+    )
+    assert (moved > 1e-4) is any(used)
+
+
+def latent_of(nodes: Graph) -> Graph:
+    """A graph that ends with the sampler's latent."""
+    save = {"class_type": "SaveLatent", "inputs": {"samples": ["6", 0], "filename_prefix": "kept"}}
+    return {**{name: one for name, one in nodes.items() if name not in ("7", "8")}, "8": save}
+
+
+def saved(server: Server, nodes: Graph) -> Tensor:
+    """The latent that a graph ends with."""
+    wanted = latent_of(nodes)
+    wanted["8"]["inputs"]["filename_prefix"] = name = f"latent_{uuid.uuid4().hex}"
+    server.prompt(wanted)
+    (file,) = (server.base / "output").glob(f"{name}*.latent")
+    latent: Tensor = load_file(file)["latent_tensor"]
+    return latent

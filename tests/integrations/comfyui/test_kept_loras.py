@@ -17,6 +17,8 @@ from tests.integrations.comfyui.host import Host, Node, latent
 from tests.integrations.comfyui.test_hook_lora import Patcher
 from tests.integrations.comfyui.test_nodes import nodes
 
+from sigmascope.analysis.breakdown import headline
+from sigmascope.analysis.lora_state import acting_lora
 from sigmascope.history.row import row_of
 from sigmascope.integrations.comfyui.browser import view_of
 from sigmascope.integrations.comfyui.lora import _calls
@@ -40,9 +42,9 @@ def host_with_lora(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     module = host.module("comfy.model_patcher")
     module.ModelPatcher = type("ModelPatcher", (ModelPatcher,), dict(vars(Patcher)))
 
-    def put_on(model: Any, lora_name: str) -> Any:
+    def put_on(model: Any, lora_name: str, strength_model: float = 1.0) -> Any:
         changed = model.clone()
-        changed.add_patches({Q: lora_adapter()})
+        changed.add_patches({Q: lora_adapter()}, strength_model)
         return (changed,)
 
     def merge(model: Any, other: Any, ratio: float) -> Any:
@@ -218,6 +220,118 @@ def test_of_two_loaders_that_bypass_the_weights_the_second_replaces_the_first(
     first, second = (nodes(run)[name].facts["lora_verdicts"][0] for name in loaders)
     assert (first["effective"], second["effective"]) == (False, True)
     assert "a loader after it replaces it" in first["says"]
+
+
+def loader_of(model: str, strength: float) -> dict[str, Any]:
+    inputs = {"model": [model, 0], "lora_name": "style.safetensors", "strength_model": strength}
+    return {"class_type": "Lora", "inputs": inputs}
+
+
+@pytest.mark.parametrize(
+    ("second", "acts", "says"),
+    [
+        (
+            -0.8,
+            [False, False],
+            "the same changes cancel each other on 1 weight, since their strengths sum to 0",
+        ),
+        (-0.3, [True, True], "1 of 1 module used"),
+    ],
+)
+def test_of_loaders_that_cancel_each_other_neither_acts(
+    watch: Watch, host_with_lora: Host, second: float, acts: list[bool], says: str
+) -> None:
+    """Each loader's stage is true of the model that it gives. The run's first sentence is about what was sampled with."""
+    watched = watch()
+    chain = {"2": loader_of("1", 0.8), "4": loader_of("2", second)}
+    run = watched.run(graph("4", chain), "a")
+    told = {name: nodes(run)[name].facts["lora_verdicts"][0] for name in chain}
+    assert [one["effective"] for one in told.values()] == acts
+    assert [one["modules_used"] for one in told.values()] == [int(acting) for acting in acts]
+    first_sentences = headline(run) + (acting_lora(run) or "")
+    assert says in first_sentences
+    assert (acting_lora(run) is None) is not any(acts)
+    again = watched.run(graph("4", chain), "b")
+    assert [(node, acting) for node, _, acting, _ in kept(again)] == list(zip(chain, acts, strict=True))
+    other_seed = watched.run(graph("4", chain, seed=2), "c")
+    assert [(node, acting) for node, _, acting, _ in kept(other_seed)] == list(zip(chain, acts, strict=True))
+
+
+def test_patches_at_the_places_of_earlier_ones_are_not_taken_for_them(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    """ComfyUI lets go of the earlier ones before it makes these, so that Python may put them where those were."""
+    watched = watch()
+    for number in range(20):
+        strength = -0.8 if number % 2 else -0.3
+        chain = {"2": loader_of("1", 0.8), "4": loader_of("2", strength)}
+        run = watched.run(graph("4", chain, seed=number), str(number))
+        (verdict,) = nodes(run)["4"].facts["lora_verdicts"] if "4" in nodes(run) else [{}]
+        known = verdict or next(one for one in run.facts["comfyui"]["loras_kept"] if one["node"] == "4")
+        assert known["effective"] is (strength == -0.3)
+
+
+def test_a_prompt_of_which_all_was_kept_says_what_was_said_when_it_ran(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    watched = watch()
+    merge = {"class_type": "Merge", "inputs": {"model": ["1", 0], "other": ["2", 0], "ratio": 1.0}}
+    first, again = (watched.run(graph("5", {"5": merge}), name) for name in "ab")
+    (verdict,) = nodes(first)["2"].facts["lora_verdicts"]
+    assert (verdict["effective"], kept(again)) == (False, [("2", "style.safetensors", False, 0)])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"denoise": 0.0}, {"steps": 0}, {"start_at_step": 4, "end_at_step": 9, "steps": 4}],
+    ids=["denoise", "steps", "start"],
+)
+def test_where_no_step_is_made_no_lora_acts(
+    watch: Watch, host_with_lora: Host, settings: dict[str, Any]
+) -> None:
+    """ComfyUI gives the latent back as it was, and puts no model on a device."""
+    host_with_lora.nodes["Sampler"] = Node(("LATENT",), lambda **_: (latent(),))
+    watched = watch()
+    nodes_of_graph = graph()
+    nodes_of_graph["9"]["inputs"] |= settings
+    said = "no sampler made a step with the denoiser that the loader gives"
+    (verdict,) = nodes(watched.run(nodes_of_graph, "a"))["2"].facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["why"]) == (False, said)
+    assert kept(watched.run(nodes_of_graph, "b")) == [("2", "style.safetensors", False, 0)]
+
+
+@pytest.mark.parametrize(("first", "effective"), [(True, True), (False, False)])
+def test_of_two_checkpoints_the_one_that_was_not_sampled_with_has_a_lora_that_does_nothing(
+    watch: Watch, host_with_lora: Host, first: bool, effective: bool
+) -> None:
+    other = {"class_type": "Base", "inputs": {"of": "another"}}
+    host_with_lora.nodes["Base"].run = lambda of="": (
+        host_with_lora.module("comfy.model_patcher").ModelPatcher(BaseModel()),
+    )
+    choose_one = {"class_type": "Choose", "inputs": {"a": ["2", 0], "b": ["6", 0], "first": first}}
+    run = watch().run(graph("5", {"6": other, "5": choose_one}))
+    (verdict,) = nodes(run)["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is effective
+
+
+def test_a_sampler_that_puts_no_model_on_a_device_may_have_used_it_all_the_same(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    """One of another pack that merges LoRAs itself."""
+    host_with_lora.nodes["Sampler"] = Node(("LATENT",), lambda **_: (latent(),))
+    (verdict,) = nodes(watch().run(graph()))["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is True
+
+
+def test_a_loader_that_runs_anew_was_used_for_what_comfyui_kept(watch: Watch, host_with_lora: Host) -> None:
+    """With a cache of the last outputs alone, a loader may run again for one node while another's output is kept."""
+    watched = watch()
+    both = {"7": sampler("2", 3), "8": {"class_type": "Pass", "inputs": {"x": ["2", 0]}}}
+    watched.run(graph("1", both), "a")
+    host_with_lora.cache.pop(("2", repr(graph()["2"])))
+    run = watched.run(graph("1", both, seed=9), "b")
+    (verdict,) = nodes(run)["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is True
 
 
 def test_a_node_is_called_for_each_entry_of_its_longest_list() -> None:

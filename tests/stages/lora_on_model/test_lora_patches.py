@@ -1,10 +1,12 @@
 """What is on ComfyUI's patchers, as its versions shape them."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.comfy_shapes.adapters import LoRAAdapter, lora_adapter, lora_parts, lora_tuple
 from tests.comfy_shapes.modules import OUT, BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
@@ -80,6 +82,46 @@ def test_the_same_lora_forth_and_back_cancels_where_another_acts(unet: ModelPatc
         finding["message"] for finding in found["findings"] if finding["id"] == "lora_cancelled"
     )
     assert "lora_applied_twice" not in {finding["id"] for finding in found["findings"]}
+
+
+def test_weights_that_were_made_in_inference_mode_are_read_after_it(
+    unet: ModelPatcher, tmp_path: Path
+) -> None:
+    """ComfyUI makes models in inference mode, and its parameters may want gradients: a merge has the other model's."""
+    up, down, alpha, *_ = lora_parts()
+    file = tmp_path / "style.safetensors"
+    parts = {"lora_B.weight": up, "lora_A.weight": down, "alpha": torch.tensor(alpha)}
+    save_file({f"{Q.removesuffix('.weight')}.{name}": part for name, part in parts.items()}, file)
+    with torch.inference_mode():
+        other = torch.nn.Parameter(torch.ones(8, 8))
+    merged = unet.clone()
+    merged.add_patches({Q: [(other, lambda weight, **_: weight)]}, 0.5, 0.5)
+    merged.add_patches({Q: lora_adapter()}, 0.8)
+    baseline = capture_lora_baseline(unet, None, file)
+    found = analyze_lora_application_results(baseline, merged, None, (merged, None))
+    assert found["applied_verdict"] is not None
+    assert found["applied_verdict"]["modules_there"] == 1
+
+
+@pytest.mark.parametrize(
+    ("strength", "told"),
+    [(-0.4, "lora_cancelled"), (-0.8, "strengths 0.4 and -0.8 leave -0.4"), (0.4, "lora_applied_twice")],
+)
+def test_a_merge_leaves_a_part_of_the_changes_before_it(
+    unet: ModelPatcher, strength: float, told: str
+) -> None:
+    """(W + 0.8·Δ)/2 + V/2 has 0.4·Δ, which −0.4·Δ cancels and −0.8·Δ does not."""
+    several = unet.clone()
+    several.add_patches({Q: lora_adapter()}, 0.8)
+    several.add_patches({Q: [(torch.ones(8, 8), lambda weight, **_: weight)]}, 0.5, 0.5)
+    several.add_patches({Q: lora_adapter()}, strength)
+    found = analyze_lora_application_results(
+        capture_lora_baseline(unet, None), several, None, (several, None)
+    )
+    assert found["effective"] is True
+    about = [one for one in found["findings"] if one["id"] != "lora_registered_only"]
+    assert told in " ".join(f"{one['id']} {one['message']}" for one in about)
+    assert ("lora_cancelled" in {one["id"] for one in about}) is (told == "lora_cancelled")
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ class HookLora(Instrument):
             hook = None if is_off else made.value
             self._seen_in(prompt).made.append((node, _Made(node.id, slot, name, path_of(name), hook)))
 
+    @torch.no_grad()  # ComfyUI's inference mode is over by then
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's nodes that make hooks, and name those of nodes that ComfyUI kept."""
         seen = self._seen_in(prompt)

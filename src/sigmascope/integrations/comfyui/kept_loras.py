@@ -18,9 +18,14 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """What was found out of the LoRAs of the last nodes that ran."""
+    """What was found out of the last nodes that ran.
 
-    def __init__(self) -> None:
+    Args:
+        most: Nodes of which it is kept.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
         self._known: OrderedDict[str, tuple[str, Sequence[T]]] = OrderedDict()
 
     def of_prompt(self, prompt: PromptRecording, anew: Mapping[str, Sequence[T]]) -> list[tuple[str, str, T]]:
@@ -36,7 +41,7 @@ class Kept(Generic[T]):
                 signature = signature_of(prompt.graph, node_id, signatures)
                 self._known.pop(signature, None)
                 self._known[signature] = prompt.prompt_id, found
-        while len(self._known) > _MOST:
+        while len(self._known) > self._most:
             self._known.popitem(last=False)
         if not self._known:
             return []

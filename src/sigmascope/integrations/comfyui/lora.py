@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
+import torch
+
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
+from sigmascope.integrations.comfyui.models_in_use import InUse, ModelsInUse, Use, patches_of
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import following, links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
+from sigmascope.lora.verdict import VERDICTS as ROWS
+from sigmascope.lora.verdict import verdict_finding
 from sigmascope.probes.comfyui_patcher import bypasses_of
 from sigmascope.probes.reading import attempt
 from sigmascope.stages.lora_application import (
@@ -25,7 +30,7 @@ from sigmascope.stages.lora_application import (
     capture_lora_baseline,
     in_short,
 )
-from sigmascope.stages.lora_on_model import is_for_text
+from sigmascope.stages.lora_on_model import is_for_text, names_of_all
 from sigmascope.units import counted
 
 LORA: Final = "lora"
@@ -49,13 +54,16 @@ _STRENGTHS: Final = (
 _DEEPEST: Final = 8
 """Levels of lists and dicts in which a node is given the names of LoRAs."""
 _NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at all"
-_ALL_USED: Final[Mapping[str, str]] = {}
+_ALL_USED: Final[Mapping[str, Mapping[str, str]]] = {}
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
 """What a LoRA changes, by the kind of output that has it."""
 _ARRIVES: Final = ("lora_arrives_weak", "lora_arrives_noisy")
 ZERO: Final = "both strengths are 0"
 _ITS_ZERO: Final = "its strength is 0"
+_NOT_TAKEN: Final = "no node takes"
 _NOT_RUN: Final = "no node that ran uses"
+_NO_STEP: Final = "no sampler made a step with"
+_OFF: Final = "it has strength 0 on"
 _ENDED: Final = "the prompt ended before a node used"
 _REPLACED: Final = (
     "a loader after it replaces it: of adapters that bypass the weights ComfyUI keeps the last loader's"
@@ -83,7 +91,7 @@ class _Weighed(NamedTuple):
 
     Attributes:
         verdict: `effective`, and the `reason` if that is not known, or `why`.
-        modules: `name` and `acts` of each of the file's modules that is on the model.
+        modules: `name`, `acts` and `keys` of each of the file's modules that is on the model.
         of: How many modules the file has, if that is more.
         has_denoiser: Whether the loader gives one.
     """
@@ -94,6 +102,22 @@ class _Weighed(NamedTuple):
     has_denoiser: bool = False
 
 
+class _Patches(NamedTuple):
+    """The patches of a LoRA on a part of the model, by their identities.
+
+    Attributes:
+        model: The part's own identity.
+        every: All of them, and adapters beside the weights.
+        by_weight: Those of each weight.
+        off: Weights on which they have strength 0.
+    """
+
+    model: int
+    every: frozenset[int]
+    by_weight: Mapping[str, frozenset[int]]
+    off: frozenset[str]
+
+
 class _Known(NamedTuple):
     """The verdict on a LoRA of a node that ran.
 
@@ -101,13 +125,15 @@ class _Known(NamedTuple):
         name: The file's.
         kinds: Of the node's outputs.
         weighed: What the weights said.
-        patches: By part of the model, its identity, and those of the LoRA's patches and of its adapters beside the weights.
+        patches: By part of the model.
+        at: How many prompts before the one that it ran in were watched.
     """
 
     name: str
     kinds: tuple[str, ...]
     weighed: _Weighed
-    patches: Mapping[str, tuple[int, frozenset[int]]]
+    patches: Mapping[str, _Patches]
+    at: int
 
 
 class _Seen:
@@ -116,14 +142,12 @@ class _Seen:
     Attributes:
         applied: The LoRAs of its nodes.
         patches: By node, the identities of the patches made of each file that it read.
-        in_use: By the identity of a model that was put on a device, those of all patches that it had there.
         replaced: The identities of adapters beside the weights that a later loader put its own in place of.
     """
 
     def __init__(self) -> None:
         self.applied: list[_Application] = []
         self.patches: dict[str, list[frozenset[int]]] = {}
-        self.in_use: dict[int, set[int]] = {}
         self.replaced: set[int] = set()
 
 
@@ -141,6 +165,7 @@ class Lora(Instrument):
     def put_on(self) -> None:
         """See `Instrument`."""
         self._known: Kept[_Known] = Kept()
+        self._in_use = ModelsInUse()
         self.wraps.append(Wrap(self.needs[0], self, after=self._loaded))
         self.wraps.append(Wrap(self.needs[1], self, after=self._outputs))
         self.wraps.append(Wrap(self.needs[2], self, before=self._goes_to_a_device))
@@ -153,12 +178,10 @@ class Lora(Instrument):
             patches.setdefault(node.id, []).append(frozenset(map(id, result.values())))
 
     def _goes_to_a_device(self, call: Call) -> None:
-        if (prompt := self.prompt_here()) is not None:
-            in_use = prompt.until_the_end(self.name, _Seen).in_use
+        prompt, node = self.prompt_here(), self.node_here()
+        if prompt is not None:
             for patcher in call.get("models") or ():
-                known = attempt(partial(_model_and_patches, patcher)).value
-                if known is not None:
-                    in_use.setdefault(known[0], set()).update(known[1])
+                self._in_use.add(prompt, node, patcher)
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         inputs = call.get("input_data_all")
@@ -187,24 +210,26 @@ class Lora(Instrument):
                     _Application(node, kept, path_of(name), name, kinds, own, _why_off(given))
                 )
 
+    @torch.no_grad()  # ComfyUI's inference mode is over by then
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's loader nodes, and name those of loaders that ComfyUI kept."""
         seen = prompt.until_the_end(self.name, _Seen)
         anew: dict[str, list[_Known]] = {}
-        judged = [(one.node, self._judge(one, seen)) for one in seen.applied]
+        in_use = self._in_use.of_prompt(prompt)
+        judged = [(one.node, self._judge(one, seen, in_use.at)) for one in seen.applied]
         for node, known in judged:
-            node.add(VERDICTS, _verdict_of(known, node.id, prompt, seen))
+            node.add(VERDICTS, _verdict_of(known, node.id, prompt, seen, in_use))
             anew.setdefault(node.id, []).append(known)
         for node_id, since, known in self._known.of_prompt(prompt, anew):
-            keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen, since))
+            keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen, in_use, since))
 
-    def _judge(self, one: _Application, seen: _Seen) -> _Known:
+    def _judge(self, one: _Application, seen: _Seen, at: int) -> _Known:
         """Compare the loader's models, and put the analysis on its node."""
         models = {what: reference() for what, reference in one.models.items()}
         if any(model is None for model in models.values()):
-            return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _GONE}), {})
+            return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _GONE}), {}, at)
         if not models.keys() & {"unet", "clip"}:
-            return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _NO_MODEL}), {})
+            return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _NO_MODEL}), {}, at)
         for part in models.keys() & {"unet", "clip"}:
             before = models.get(f"{part} before")
             if before is None:
@@ -219,22 +244,44 @@ class Lora(Instrument):
         own = one.node.facts.setdefault(one.node.name, {})
         analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
         own.update(analysis)
-        patches: dict[str, tuple[int, frozenset[int]]] = {}
-        for part, word in (("unet", "denoiser"), ("clip", "text encoder")):
-            if part in models:
-                patcher, before = _patcher_of(models[part]), _patcher_of(models.get(f"{part} before"))
-                model = id(getattr(patcher, "model", None))
-                patches[word] = model, frozenset(set(_patches_of(patcher)) - set(_patches_of(before)))
-        return _Known(one.name, one.kinds, weighed, patches)
+        return _Known(one.name, one.kinds, weighed, _patches_in(models), at)
+
+
+def _patches_in(models: Mapping[str, Any]) -> dict[str, _Patches]:
+    """The patches that models have beside those from before, by part."""
+    names = attempt(lambda: names_of_all(models.get("unet"), models.get("clip"))).value
+    found = {}
+    for part, word, at in (("unet", "denoiser", 0), ("clip", "text encoder", 1)):
+        if part in models:
+            patcher, before = _patcher_of(models[part]), _patcher_of(models.get(f"{part} before"))
+            every = frozenset(set(patches_of(patcher)) - set(patches_of(before)))
+            known = getattr(before, "patches", None) or {}
+            own = {
+                key if names is None else names[at](key): _new_in(patches, known.get(key, ()))
+                for key, patches in (getattr(patcher, "patches", None) or {}).items()
+            }
+            by_weight = {key: every & new for key, new in own.items()}
+            off = frozenset(key for key, new in own.items() if new and not by_weight[key])
+            found[word] = _Patches(id(getattr(patcher, "model", None)), every, by_weight, off)
+    return found
+
+
+def _new_in(now: Sequence[object], before: Sequence[object]) -> frozenset[int]:
+    return frozenset(map(id, now)) - frozenset(map(id, before))
 
 
 def _verdict_of(
-    known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen, since: str | None = None
+    known: _Known,
+    node_id: str,
+    prompt: PromptRecording,
+    seen: _Seen,
+    in_use: InUse,
+    since: str | None = None,
 ) -> dict[str, Any]:
     """The verdict on a LoRA of a node, with what became of the models that the node gave."""
-    nowhere, unused = _leads_nowhere(prompt, node_id, known.kinds), _unused(known, node_id, prompt, seen)
+    nowhere, unused = _leads_nowhere(prompt, node_id, known.kinds), _unused(known, node_id, prompt, in_use)
     verdict = _with_use(known.weighed, nowhere, unused)
-    if not verdict["effective"] and any(ids & seen.replaced for _, ids in known.patches.values()):
+    if not verdict["effective"] and any(patches.every & seen.replaced for patches in known.patches.values()):
         verdict["why"] = _REPLACED
     return said(known.name, verdict, since)
 
@@ -252,50 +299,42 @@ def said(name: str, verdict: Mapping[str, Any], since: str | None = None) -> dic
     return {"lora": name, **verdict, **kept, "says": f"{name}: {as_of}{in_words(verdict)}"}
 
 
-def _model_and_patches(patcher: Any) -> tuple[int, frozenset[int]]:
-    return id(patcher.model), frozenset(_patches_of(patcher))
+def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse) -> dict[str, dict[str, str]]:
+    """Of each part of the model that a node gives, the weights on which the LoRA did nothing, and why.
 
-
-def _patches_of(patcher: Any) -> Iterator[int]:
-    """The identities of a model's patches, as far as later ones leave them, and of its adapters beside the weights.
-
-    A patch is (strength, change, strength of what was there before, …); that of a model which was merged into this one holds
-    the other's patches. A merge that takes nothing of one of the two leaves out its patches.
-    """
-    yield from bypasses_of(patcher)
-    todo = list((getattr(patcher, "patches", None) or {}).values())
-    while todo:
-        for patch in reversed(todo.pop()):
-            strength, change, before = (
-                (*patch, None, None, None)[:3] if isinstance(patch, tuple) else (None,) * 3
-            )
-            if not _is_zero(strength):
-                yield id(patch)
-                if isinstance(change, list):
-                    todo.append(change)
-            if _is_zero(before):
-                break
-
-
-def _is_zero(strength: object) -> bool:
-    return isinstance(strength, int | float) and strength == 0
-
-
-def _unused(known: _Known, node_id: str, prompt: PromptRecording, seen: _Seen) -> dict[str, str]:
-    """What of the models that a node gives was not used, and how that is said.
-
-    The prompt used the same ones, but never with the LoRA's patches; or it ended before it used them. Where ComfyUI kept the
-    output of a node that follows, it may have been used for that.
+    No node used the part with the LoRA's patches on them, or others cancel these; or the prompt ended before. Where it is not
+    known what a node that follows used, that may have been all. "" stands for all of the part.
     """
     found = {}
-    for slot, kind in enumerate(known.kinds):
-        model, patches = known.patches.get(_KINDS.get(kind, ""), (0, frozenset()))
-        in_use = seen.in_use.get(model)
-        how = _ENDED if in_use is None and not prompt.facts.get("success", True) else _NOT_RUN
-        is_idle = patches and (how is _ENDED if in_use is None else in_use.isdisjoint(patches))
-        if is_idle and prompt.cached.isdisjoint(following(prompt.graph, node_id, slot)):
-            found[_KINDS[kind]] = how
-    return found if node_id in prompt.graph else {}
+    for slot, kind in enumerate(known.kinds if node_id in prompt.graph else ()):
+        part = _KINDS.get(kind, "")
+        patches = known.patches.get(part)
+        followers = following(prompt.graph, node_id, slot)
+        if patches is None or any(not in_use.is_known(one, known.at) for one in followers & prompt.cached):
+            found[part] = {} if patches is None else dict.fromkeys(patches.off, _OFF)
+            continue
+        does = [in_use.by_node[one] for one in followers & in_use.by_node.keys()]
+        samplers = [one for one in does if one.does.startswith("samples")]
+        users = samplers if part == "denoiser" else [one for one in does if one.does == "encodes"]
+        if samplers and all(one.does == "samples nothing" for one in samplers):
+            found[part] = {"": _NO_STEP}
+        elif uses := in_use.of(patches.model):
+            found[part] = {**_idle_in(uses, patches), **dict.fromkeys(patches.off, _OFF)}
+        elif not prompt.facts.get("success", True):
+            found[part] = {"": _ENDED}
+        elif users and all(one.models for one in users) and all(one.does != "unknown" for one in does):
+            found[part] = {"": _NOT_RUN}
+    return found
+
+
+def _idle_in(uses: Sequence[Use], patches: _Patches) -> dict[str, str]:
+    """The weights on which none of a LoRA's patches acts in any of these models, and why; "": none acts."""
+    by_weight = {"": patches.every, **patches.by_weight}
+    return {
+        weight: next((use.cancelled[one] for use in uses for one in own & use.cancelled.keys()), _NOT_RUN)
+        for weight, own in by_weight.items()
+        if own and not any(use.leaves(own) for use in uses)
+    }
 
 
 def _calls(
@@ -464,7 +503,7 @@ def _weigh(models: Mapping[str, Any], path: str | None) -> tuple[_Weighed, dict[
         "why": next((finding["message"] for finding in _gravest(analysis)), None),
     }
     modules = [
-        {"name": module["name"], "acts": module["acts"]}
+        {"name": module["name"], "acts": module["acts"], "keys": module["keys"]}
         for module in (analysis["applied_verdict"] or {}).get("modules", ())
     ]
     left_out = [one["evidence"] for one in analysis["findings"] if one["id"] == "lora_part_left_out"]
@@ -473,7 +512,7 @@ def _weigh(models: Mapping[str, Any], path: str | None) -> tuple[_Weighed, dict[
 
 
 def _with_use(
-    weighed: _Weighed, leads_nowhere: frozenset[str], unused: Mapping[str, str] = _ALL_USED
+    weighed: _Weighed, leads_nowhere: frozenset[str], unused: Mapping[str, Mapping[str, str]] = _ALL_USED
 ) -> dict[str, Any]:
     verdict = dict(weighed.verdict)
     if weighed.modules or weighed.of is not None:
@@ -497,7 +536,7 @@ def use_of(
     leads_nowhere: frozenset[str],
     *,
     has_denoiser: bool,
-    unused: Mapping[str, str] = _ALL_USED,
+    unused: Mapping[str, Mapping[str, str]] = _ALL_USED,
 ) -> dict[str, Any]:
     """What a verdict says of the modules of a file: how many act on weights that the prompt takes.
 
@@ -506,19 +545,21 @@ def use_of(
         verdict: What the weights say: `effective`, and `why`.
         leads_nowhere: "denoiser" or "text encoder", where the loader gives it to no other node.
         has_denoiser: Whether the loader gives one.
-        unused: Of the same, how it is said that no node used it as the loader gives it.
+        unused: Of the same, the weights on which it did nothing, and how that is said: see `_unused`.
     """
-    acting = Counter(
-        "text encoder" if is_for_text(module["name"]) else "denoiser" for module in modules if module["acts"]
-    )
-    lost = [part for part in acting if part in leads_nowhere or part in unused]
-    used = sum(count for part, count in acting.items() if part not in lost)
+    acting = [module for module in modules if module["acts"]]
+    idle: dict[str, list[str]] = {}
+    for module in acting:
+        part = _part_of(module)
+        how = _NOT_TAKEN if part in leads_nowhere else _why_idle(module, unused.get(part, {}))
+        if how is not None:
+            idle.setdefault(part, []).append(how)
+    used = len(acting) - sum(map(len, idle.values()))
     effective, why = verdict["effective"], verdict["why"]
-    if effective and lost:
-        hows = [unused[part] for part in lost if part not in leads_nowhere]
-        why = f"{hows[0] if hows else 'no node takes'} the {' and the '.join(lost)} that the loader gives"
-        effective = True if used else None if _ENDED in hows else False
-    elif effective and has_denoiser and acting["text encoder"] and not acting["denoiser"]:
+    if effective and idle:
+        effective = True if used else None if any(_ENDED in hows for hows in idle.values()) else False
+        why = _idle_in_words(idle, Counter(map(_part_of, acting)))
+    elif effective and has_denoiser and {_part_of(module) for module in acting} == {"text encoder"}:
         why = why or "it changes the text encoder only"
     return {
         **({"reason": why} if effective is None and verdict["effective"] else {}),
@@ -527,6 +568,36 @@ def use_of(
         "modules_used": 0 if effective is False else used,
         "modules": len(modules),
     }
+
+
+def _part_of(module: Mapping[str, Any]) -> str:
+    return "text encoder" if is_for_text(module["name"]) else "denoiser"
+
+
+def _why_idle(module: Mapping[str, Any], unused: Mapping[str, str]) -> str | None:
+    """Why a module did nothing on any of its weights; None: it may have."""
+    if "" in unused:
+        return unused[""]
+    keys = module.get("keys") or ()
+    return unused[keys[0]] if keys and all(key in unused for key in keys) else None
+
+
+def _idle_in_words(idle: Mapping[str, Sequence[str]], acting: Mapping[str, int]) -> str:
+    """Why modules that act on a model did nothing in a prompt, such as "no node takes the denoiser that the loader gives".
+
+    Args:
+        idle: By part of the model, why each of these modules did nothing: see `_unused`.
+        acting: By part of the model, how many modules act.
+    """
+    part, hows = min(idle.items(), key=lambda one: one[1][0] not in ROWS)
+    how, count = hows[0], len(hows)
+    if how in ROWS:
+        weights = counted(count, "weight")
+        return verdict_finding(how, holders=part.capitalize(), weights=weights).message
+    if how == _NOT_RUN and count < acting[part]:
+        return f"{counted(count, 'module is', 'modules are')} on no model that a node used"
+    same = [part for part, hows in idle.items() if hows[0] == how]
+    return f"{how} the {' and the '.join(same)} that the loader gives"
 
 
 def _gravest(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
