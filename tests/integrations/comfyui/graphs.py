@@ -125,7 +125,13 @@ def image_to_image(*, seed: int = 1) -> Graph:
 
 
 def hooked(
-    lora: str, *, strength: float = 1.0, in_use: bool = True, until: float | None = None, seed: int = 1
+    lora: str,
+    *,
+    strength: float = 1.0,
+    in_use: bool = True,
+    until: float | None = None,
+    reaches: str = "both",
+    seed: int = 1,
 ) -> Graph:
     """SD 1.5 with a LoRA as a hook, set on the CLIP that the positive prompt is encoded with.
 
@@ -134,6 +140,7 @@ def hooked(
         strength: On both.
         in_use: Whether it is set on anything.
         until: The share of the steps after which its schedule has strength 0; None: it has no schedule.
+        reaches: "both", "text encoder" or "denoiser".
         seed: The sampler's.
     """
     nodes = graph(seed=seed)
@@ -143,11 +150,19 @@ def hooked(
     }
     nodes["4"] = {
         "class_type": "SetClipHooks",
-        "inputs": {"clip": ["1", 1], "hooks": ["2", 0], "apply_to_conds": True, "schedule_clip": False},
+        "inputs": {
+            "clip": ["1", 1],
+            "hooks": ["2", 0],
+            "apply_to_conds": reaches == "both",
+            "schedule_clip": False,
+        },
     }
     nodes["3"]["inputs"]["clip"] = ["1", 1]
     nodes["10"] = {"class_type": "CLIPTextEncode", "inputs": {"clip": ["4", 0], "text": "a dog"}}
     nodes["6"]["inputs"] |= {"model": ["1", 0], "positive": ["10" if in_use else "3", 0]}
+    if reaches == "denoiser":
+        inputs = {"cond_NEW": ["3", 0], "strength": 1.0, "set_cond_area": "default", "hooks": ["2", 0]}
+        nodes["10"] = {"class_type": "ConditioningSetProperties", "inputs": inputs}
     if not in_use:
         del nodes["4"], nodes["10"]
         nodes["11"] = {"class_type": "PlantedKeep", "inputs": {"hooks": ["2", 0]}}

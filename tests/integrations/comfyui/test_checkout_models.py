@@ -164,6 +164,8 @@ def test_a_picture_is_encoded_and_changed(server: Server) -> None:
         ("good", {"strength": 0.0}, 0, None, "both strengths are 0"),
         ("good", {"until": 0.5}, 7, 7, "7 of 7 modules used"),
         ("good", {"in_use": False}, 0, None, "no node that encodes a text or samples takes it"),
+        ("good", {"reaches": "text encoder"}, 0, 7, "its hook reaches a text encoder alone"),
+        ("text", {"reaches": "denoiser"}, 0, 12, "its hook reaches the denoiser alone"),
     ],
 )
 def test_a_lora_in_the_conditioning_is_judged_by_the_weights_while_it_samples(

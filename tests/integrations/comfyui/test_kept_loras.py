@@ -314,13 +314,50 @@ def test_of_two_checkpoints_the_one_that_was_not_sampled_with_has_a_lora_that_do
     assert verdict["effective"] is effective
 
 
-def test_a_sampler_that_puts_no_model_on_a_device_may_have_used_it_all_the_same(
+def test_of_a_sampler_that_puts_no_model_on_a_device_nobody_knows_what_it_uses(
     watch: Watch, host_with_lora: Host
 ) -> None:
-    """One of another pack that merges LoRAs itself."""
-    host_with_lora.nodes["Sampler"] = Node(("LATENT",), lambda **_: (latent(),))
-    (verdict,) = nodes(watch().run(graph()))["2"].facts["lora_verdicts"]
-    assert verdict["effective"] is True
+    """kijai/ComfyUI-HunyuanVideoWrapper issue 303: "Loras only work once if the model is cached between runs"."""
+    management = host_with_lora.module("comfy.model_management")
+    put_on = host_with_lora.nodes["Lora"].run
+
+    def put_on_and_load(model: Any, lora_name: str) -> Any:
+        management.load_models_gpu([changed := put_on(model, lora_name)[0]])
+        return (changed,)
+
+    host_with_lora.nodes |= {
+        "Lora": Node(("MODEL",), put_on_and_load),
+        "Sampler": Node(("LATENT",), lambda **_: (latent(),)),
+    }
+    watched = watch()
+    (verdict,) = nodes(watched.run(graph(seed=1), "a"))["2"].facts["lora_verdicts"]
+    again = watched.run(graph(seed=2), "b")
+    assert (verdict["effective"], kept(again)) == (None, [("2", "style.safetensors", None, None)])
+    assert "a node that puts no model on a device itself may use the denoiser" in verdict["says"]
+    assert (headline(again) + str(acting_lora(again))).count("style.safetensors") == 0
+
+
+@pytest.mark.parametrize(("strength", "effective"), [(0.8, None), (0.0, False)])
+def test_of_a_loader_that_gives_back_the_very_model_nobody_knows_what_it_wrote_into_it(
+    watch: Watch, host_with_lora: Host, strength: float, effective: bool | None
+) -> None:
+    """nunchux-ai/nunchaku issue 123: a LoRA whose "effects persist" once its loader is gone."""
+    utils = host_with_lora.module("comfy.utils")
+
+    def write(model: Any, lora_name: str, strength: float) -> Any:
+        if strength:
+            utils.load_torch_file(lora_name)
+            model.model.get_parameter(Q).data += strength
+        return (model,)
+
+    host_with_lora.nodes["Lora"] = Node(("MODEL",), write)
+    nodes_of_graph = graph()
+    nodes_of_graph["2"]["inputs"]["strength"] = strength
+    run = watch().run(nodes_of_graph)
+    (verdict,) = nodes(run)["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is effective
+    assert ("whether it wrote into its weights was not seen" in verdict["says"]) is (effective is None)
+    assert {one.id for one in run.findings}.isdisjoint({"lora_left_off"}) is (effective is None)
 
 
 def test_a_loader_that_runs_anew_was_used_for_what_comfyui_kept(watch: Watch, host_with_lora: Host) -> None:

@@ -32,6 +32,10 @@ _NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
 _NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
 _OFF_BY_SCHEDULE: Final = "its schedule has strength 0 wherever it was in force"
 _CANCELLED: Final = "hooks that were in force together cancel each other"
+_OF_OTHER_PARTS: Final = frozenset({"part_missing", "text_encoder_missing"})
+"""Why modules match nothing of a model that is one part alone."""
+_REACHES_TEXT: Final = "its hook reaches a text encoder alone, and no module is for that: put it on the conditioning too (apply_to_conds)"
+_REACHES_DENOISER: Final = "its hook reaches the denoiser alone, and all modules are for a text encoder: put it on the CLIP too (Set CLIP Hooks)"
 _ROUNDING: Final = 8 * torch.finfo(torch.float32).eps
 """What is left of changes that cancel, beside the weight's largest number: ComfyUI adds them in float32."""
 _TOGETHER: Final = Standing("merged", "by hooks that are in force together")
@@ -256,6 +260,12 @@ class HookLora(Instrument):
         ]
         if matching.value.matched and not was_in_force:
             whys = {_NEVER_IN_FORCE: None}
+        elif (
+            matching.value.reasons
+            and matching.value.reasons.keys() <= _OF_OTHER_PARTS
+            and not matching.value.matched
+        ):
+            whys = {_REACHES_TEXT if True in models else _REACHES_DENOISER: None}
         verdict |= {"effective": count > 0, "modules_used": count, "modules": len(matching.value.modules)}
         verdict["why"] = next(iter([*grave, *whys] if count else [*whys, *grave]), None)
         return _Known(verdict, used)

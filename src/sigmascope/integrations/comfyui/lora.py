@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
+from sigmascope.integrations.comfyui.files import FILES
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
 from sigmascope.integrations.comfyui.models_in_use import InUse, ModelsInUse, Use, patches_of
@@ -65,9 +66,13 @@ _NOT_RUN: Final = "no node that ran uses"
 _NO_STEP: Final = "no sampler made a step with"
 _OFF: Final = "it has strength 0 on"
 _ENDED: Final = "the prompt ended before a node used"
+_MAY_USE: Final = "a node that puts no model on a device itself may use"
+_OPEN: Final = frozenset({_ENDED, _MAY_USE})
+"""Why it is not known whether a LoRA acts."""
 _REPLACED: Final = (
     "a loader after it replaces it: of adapters that bypass the weights ComfyUI keeps the last loader's"
 )
+_GIVEN_BACK: Final = "the node read the file and gave back the very model that it was given: whether it wrote into its weights was not seen"
 _GONE: Final = "the models were gone when the prompt ended"
 
 
@@ -91,7 +96,7 @@ class _Weighed(NamedTuple):
 
     Attributes:
         verdict: `effective`, and the `reason` if that is not known, or `why`.
-        modules: `name`, `acts` and `keys` of each of the file's modules that is on the model.
+        modules: `name`, `acts`, `keys` and `states` of each of the file's modules that is on the model.
         of: How many modules the file has, if that is more.
         has_denoiser: Whether the loader gives one.
     """
@@ -100,6 +105,11 @@ class _Weighed(NamedTuple):
     modules: Sequence[Mapping[str, Any]] = ()
     of: int | None = None
     has_denoiser: bool = False
+
+    @property
+    def is_only_registered(self) -> bool:
+        """Whether ComfyUI has merged none of it, nor lies it beside the weights."""
+        return all(set(module["states"]) == {"registered"} for module in self.modules if module["acts"])
 
 
 class _Patches(NamedTuple):
@@ -230,6 +240,7 @@ class Lora(Instrument):
             return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _GONE}), {}, at)
         if not models.keys() & {"unet", "clip"}:
             return _Known(one.name, one.kinds, _Weighed({"effective": None, "reason": _NO_MODEL}), {}, at)
+        is_given_back = _is_given_back(models)
         for part in models.keys() & {"unet", "clip"}:
             before = models.get(f"{part} before")
             if before is None:
@@ -241,10 +252,20 @@ class Lora(Instrument):
         weighed, analysis = _weigh(models, one.path)
         if one.why_off is not None and weighed.verdict["effective"] is False:
             weighed.verdict["why"] = one.why_off
+        elif one.node.facts.keys() & {LORA, FILES} and is_given_back:
+            weighed.verdict.update(effective=None, reason=_GIVEN_BACK, why=None)
+            findings = [finding for finding in analysis["findings"] if finding["id"] != "lora_left_off"]
+            unavailable = {**analysis["unavailable"], "effective": _GIVEN_BACK}
+            analysis |= {"effective": None, "findings": findings, "unavailable": unavailable}
         own = one.node.facts.setdefault(one.node.name, {})
         analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
         own.update(analysis)
         return _Known(one.name, one.kinds, weighed, _patches_in(models), at)
+
+
+def _is_given_back(models: Mapping[str, Any]) -> bool:
+    """Whether a loader gave back the very models that it was given."""
+    return all(models[part] is models.get(f"{part} before") for part in models.keys() & {"unet", "clip"})
 
 
 def _patches_in(models: Mapping[str, Any]) -> dict[str, _Patches]:
@@ -313,17 +334,23 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
         if patches is None or any(not in_use.is_known(one, known.at) for one in followers & prompt.cached):
             found[part] = {} if patches is None else dict.fromkeys(patches.off, _OFF)
             continue
-        does = [in_use.by_node[one] for one in followers & in_use.by_node.keys()]
+        does = [in_use.by_node[one] for one in (followers | {""}) & in_use.by_node.keys()]
+        own = in_use.by_node.get(node_id)
+        if own is not None and own.does != "other":  # it samples or encodes with its LoRA itself
+            does.append(own)
         samplers = [one for one in does if one.does.startswith("samples")]
         users = samplers if part == "denoiser" else [one for one in does if one.does == "encodes"]
+        uses = [use for one in does for use in one.models if use.model == patches.model]
         if samplers and all(one.does == "samples nothing" for one in samplers):
             found[part] = {"": _NO_STEP}
-        elif uses := in_use.of(patches.model):
+        elif uses:
             found[part] = {**_idle_in(uses, patches), **dict.fromkeys(patches.off, _OFF)}
         elif not prompt.facts.get("success", True):
             found[part] = {"": _ENDED}
         elif users and all(one.models for one in users) and all(one.does != "unknown" for one in does):
             found[part] = {"": _NOT_RUN}
+        elif users and (known.at < in_use.at or known.weighed.is_only_registered):
+            found[part] = {"": _MAY_USE}
     return found
 
 
@@ -503,7 +530,7 @@ def _weigh(models: Mapping[str, Any], path: str | None) -> tuple[_Weighed, dict[
         "why": next((finding["message"] for finding in _gravest(analysis)), None),
     }
     modules = [
-        {"name": module["name"], "acts": module["acts"], "keys": module["keys"]}
+        {name: module[name] for name in ("name", "acts", "keys", "states")}
         for module in (analysis["applied_verdict"] or {}).get("modules", ())
     ]
     left_out = [one["evidence"] for one in analysis["findings"] if one["id"] == "lora_part_left_out"]
@@ -557,7 +584,7 @@ def use_of(
     used = len(acting) - sum(map(len, idle.values()))
     effective, why = verdict["effective"], verdict["why"]
     if effective and idle:
-        effective = True if used else None if any(_ENDED in hows for hows in idle.values()) else False
+        effective = True if used else None if any(_OPEN & set(hows) for hows in idle.values()) else False
         why = _idle_in_words(idle, Counter(map(_part_of, acting)))
     elif effective and has_denoiser and {_part_of(module) for module in acting} == {"text encoder"}:
         why = why or "it changes the text encoder only"
@@ -565,7 +592,7 @@ def use_of(
         **({"reason": why} if effective is None and verdict["effective"] else {}),
         "effective": effective,
         "why": why,
-        "modules_used": 0 if effective is False else used,
+        "modules_used": None if effective is None else used if effective else 0,
         "modules": len(modules),
     }
 

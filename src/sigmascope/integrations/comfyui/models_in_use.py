@@ -67,10 +67,6 @@ class InUse(NamedTuple):
     at: int
     by_node: Mapping[str, Uses]
 
-    def of(self, model: int) -> list[Use]:
-        """A model, each time that it was put on a device."""
-        return [use for uses in self.by_node.values() for use in uses.models if use.model == model]
-
     def is_known(self, node_id: str, since: int) -> bool:
         """Whether it is known what a node used, of what others gave since a prompt."""
         return node_id in self.by_node and self.by_node[node_id].at >= since
