@@ -226,6 +226,17 @@ def lazy_patches(module: object, name: str) -> Iterator[object]:
             yield attribute(attribute(function, "model_patcher"), "patches") if patches is None else patches
 
 
+def is_for_another(patcher: object, key: str) -> bool:
+    """Whether a layer changes its weight in each forward pass by other patches than a patcher's: another clone's."""
+    module, name = owner_of(attribute(patcher, "model"), key)
+    own = sequence(mapping(patcher, "patches").get(key))
+    in_functions = [sequence(lookup(patches, key)) for patches in lazy_patches(module, name)]
+    on_weight = [*_on_packed_weight(attribute(module, name), key)]
+    return any([*map(id, held)] != [*map(id, own)] for held in in_functions) or (
+        bool(on_weight) and not _is_moved(on_weight, own)
+    )
+
+
 def _on_packed_weight(weight: object, key: str) -> Iterator[object]:
     """The entries on a packed weight itself: ComfyUI-GGUF puts pairs (entries, key) there and keeps no original."""
     for pair in map(sequence, sequence(attribute(weight, "patches"))):

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sigmascope.probes.comfyui_patcher import bypassed, is_comfyui, owner_of, patcher_of
+from sigmascope.probes.comfyui_patcher import bypassed, is_comfyui, is_for_another, owner_of, patcher_of
 from sigmascope.probes.copies import copy_to_device
 from sigmascope.probes.models import children_of
 from sigmascope.probes.peft import (
@@ -217,6 +217,8 @@ def _in_comfyui(patcher: Any, key: str, beside: Sequence[Any]) -> Reading[UsedWe
     why = _why_not(weight)
     if why is not None:
         return Reading(None, why)
+    if is_for_another(patcher, key):
+        return Reading(None, "the model holds the changes of another patcher")
     is_packed = callable(attribute(module, "get_weight")) and not weight.is_floating_point()
     functions = () if is_packed else (*_functions(module, name),)  # its layers ignore them
     if any(attribute(function, "key") is None for function in functions):

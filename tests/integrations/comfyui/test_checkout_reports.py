@@ -95,6 +95,25 @@ def test_a_lora_on_a_gguf_as_a_hook(server: Server) -> None:
     assert "in force for no text that was encoded and no step" in verdict["says"]
 
 
+@pytest.mark.parametrize(("second", "used"), [(0.5, [7, 7]), (-0.8, [0, 0])])
+def test_of_a_stack_with_little_memory_no_lora_is_said_to_contradict_the_weights(
+    server: Server, second: float, used: list[int]
+) -> None:
+    try:
+        server.free()
+        server.run({"1": {"class_type": "PlantedMemory", "inputs": {"mib": 1024}}})
+        nodes = graph(seed=50) | {"9": lora_loader("2", "good", second)}
+        nodes["6"]["inputs"]["model"] = ["9", 0]
+        run = server.run(nodes)
+    finally:
+        server.run({"1": {"class_type": "PlantedMemory", "inputs": {"mib": 0}}})
+        server.free()
+    verdicts = [node(run, name).facts["lora_verdicts"][0] for name in ("2", "9")]
+    assert [one["modules_used"] for one in verdicts] == used
+    assert "lora_weights_disagree" not in {one.id for one in run.findings}
+    assert all("contradict" not in one["says"] for one in verdicts)
+
+
 def lora_loader(before: str, lora: str, strength: float) -> dict[str, Any]:
     inputs = {"lora_name": f"{lora}.safetensors", "strength_model": strength, "strength_clip": strength}
     return {"class_type": "LoraLoader", "inputs": {**inputs, "model": [before, 0], "clip": [before, 1]}}

@@ -114,6 +114,39 @@ def test_functions_around_a_weight_get_a_copy_of_it(kind: type[ModelPatcher]) ->
     assert torch.equal(clone.model.get_parameter(Q), stored)
 
 
+@pytest.mark.parametrize("second", [-0.5, 0.3])
+@pytest.mark.parametrize("kind", [ModelPatcher, DynamicModelPatcher])
+def test_of_a_stack_of_loras_with_little_memory_the_first_is_not_held_to_the_changes_of_both(
+    kind: type[ModelPatcher], second: float
+) -> None:
+    patcher = kind(BaseModel())
+    baseline = capture_lora_baseline(patcher, None)
+    first = patcher.clone()
+    first.add_patches({Q: lora_adapter()}, 0.5)
+    both = first.clone()
+    both.add_patches({Q: lora_adapter()}, second)
+    both.load(lowvram=True)
+    found, check = checked(baseline, first)
+    assert (check["result"], found["effective"]) == ("unavailable", True)
+    assert "lora_weights_disagree" not in {one["id"] for one in found["findings"]}
+
+
+@pytest.mark.parametrize("second", [-0.5, 0.3])
+def test_of_a_stack_on_a_packed_weight_the_first_is_not_held_to_the_changes_of_both(
+    packed: tuple[ModelPatcher, PackedLinear], second: float
+) -> None:
+    patcher, layer = packed
+    baseline = capture_lora_baseline(patcher, None)
+    first = patcher.clone()
+    first.add_patches({Q: lora_adapter()}, 0.5)
+    both = first.clone()
+    both.add_patches({Q: lora_adapter()}, second)
+    layer.weight.patches = [(both.patches[Q], Q)]
+    found, check = checked(baseline, first)
+    assert (check["result"], found["effective"]) == ("unavailable", True)
+    assert "lora_weights_disagree" not in {one["id"] for one in found["findings"]}
+
+
 def wrong(self: LowVramPatch, weight: Tensor) -> Tensor:
     return merged(self.patches[self.key], weight) * 0.5
 
