@@ -1,5 +1,8 @@
 """The command line: a module for each command or two of one subject, which parses, calls and renders."""
 
+STOPPED_BY_USER = 130
+"""128 + SIGINT, as shells report it."""
+
 
 def main() -> None:
     """Run `sigmascope` with the arguments of this process (the console script's entry point)."""
@@ -14,6 +17,28 @@ def main() -> None:
             pass  # which `run` tells
         else:
             return
-    from sigmascope.cli.root import run
+    try:
+        from sigmascope.cli.root import run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # before `run` could take care of it
+        sys.stderr.write("Stopped by Ctrl-C.\n")
+        _end_with_a_code()
+        sys.exit(STOPPED_BY_USER)
+    except SystemExit as leaving:
+        if leaving.code == STOPPED_BY_USER:
+            _end_with_a_code()
+        raise
+
+
+def _end_with_a_code() -> None:
+    """Have the process end with an exit code after Ctrl-C, though it may come again while Python waits for its threads.
+
+    Python kills itself if Ctrl-C came while it executed text, as many modules have it do while they are imported. It
+    remembers that until it executes text again.
+    """
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(STOPPED_BY_USER))
+    exec("")

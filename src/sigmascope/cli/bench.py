@@ -123,9 +123,9 @@ def bench(request: BenchRequest) -> None:
             )
     except KeyboardInterrupt:
         saved = len(list(output.glob("*.json")))
-        if saved:
-            say(f"Stopped. {units.counted(saved, 'run')} so far: {output}", err=True)
-        raise
+        raise KeyboardInterrupt(
+            f"Stopped by Ctrl-C. {units.counted(saved, 'run')} so far: {output}" if saved else ""
+        ) from None
     if not request.no_keep:
         keep_all([run for result in results for run in result.runs], "bench", _tell)
     if request.as_json:

@@ -1,6 +1,7 @@
 """Groups of commands, each imported only when it is named; a group's help and completion import none."""
 
 import gc
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -8,6 +9,8 @@ from typing import Any, NamedTuple
 
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
+
+from sigmascope.plain_text import printable
 
 
 @contextmanager
@@ -24,6 +27,17 @@ def importing() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def one_line_if_stopped(*, is_outermost: bool = True) -> Iterator[None]:
+    """Print a line for Ctrl-C, which is what the exception says if a command has more to say; it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if is_outermost and sys.stderr is not None:
+            sys.stderr.write(f"{printable(stop) or 'Stopped by Ctrl-C.'}\n")
+        raise
 
 
 class OnDemand(NamedTuple):
@@ -52,6 +66,16 @@ def commands_on_demand(commands: Mapping[str, OnDemand]) -> type[TyperGroup]:
         def list_commands(self, ctx: Any) -> list[str]:
             """The commands' names, without importing any."""
             return list(commands)
+
+        def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+            """Read the command line."""
+            with one_line_if_stopped(is_outermost=parent is None):
+                return super().make_context(info_name, args, parent, **extra)
+
+        def invoke(self, ctx: Any) -> Any:
+            """Run the command."""
+            with one_line_if_stopped(is_outermost=ctx.parent is None):
+                return super().invoke(ctx)
 
         def format_help(self, ctx: Any, formatter: Any) -> None:
             """Write the help, without importing any command."""

@@ -9,14 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from sigmascope.__about__ import __version__
-from sigmascope.cli.groups import OnDemand, commands_on_demand
+from sigmascope.cli import STOPPED_BY_USER
+from sigmascope.cli.groups import OnDemand, commands_on_demand, one_line_if_stopped
 from sigmascope.errors import SigmascopeError
 from sigmascope.plain_text import never_failing, printable
 
 _UsageError: Any = typer.BadParameter.__mro__[2]
 """What Typer raises for a command line that it does not understand; where the class lies depends on its version."""
-STOPPED_BY_USER = 130
-"""128 + SIGINT, as shells report it."""
 
 
 def _one_name(token: str) -> str:
@@ -120,7 +119,11 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         never_failing(stream)
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        with one_line_if_stopped():  # before Typer takes care of it, and after
+            code = app(standalone_mode=False)
+        sys.exit(code or 0)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED_BY_USER)
     except _UsageError as error:  # which repeats what was typed, such as the names of files
         from typer.rich_utils import rich_format_error
 
@@ -152,8 +155,6 @@ def run() -> None:
             SigmascopeError(f"The output cannot be written ({reason_of(error)}).", hint=writing_hint(error))
         )
         sys.exit(SigmascopeError.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(STOPPED_BY_USER)
 
 
 def _with_value(error: Any) -> str:

@@ -140,5 +140,5 @@ def test_ctrl_c_says_where_the_runs_so_far_are(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(PocketSubject, "generate", interrupted)
     stopped = quick("pocket", tmp_path / "runs", "--warmup", 1)
     assert stopped.exit_code == 130
-    assert f"Stopped. 1 run so far: {tmp_path / 'runs'}" in stopped.stderr
+    assert f"Stopped by Ctrl-C. 1 run so far: {tmp_path / 'runs'}" in stopped.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 1

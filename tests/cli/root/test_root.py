@@ -1,6 +1,9 @@
+import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,7 +59,7 @@ def test_ctrl_c_exits_with_130_and_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_with(KeyboardInterrupt(), monkeypatch) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert capsys.readouterr() == ("", "Stopped by Ctrl-C.\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
@@ -81,11 +84,26 @@ def test_an_error_that_nobody_planned_is_not_swallowed(monkeypatch: pytest.Monke
         root.run()
 
 
-def test_ctrl_c_inside_a_command_exits_with_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def keeps_ctrl_c() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("keeps_ctrl_c")
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        ("", "Stopped by Ctrl-C."),
+        ("Stopped after 3 \x1b[2J pictures.", "Stopped after 3 \ufffd[2J pictures."),
+    ],
+)
+def test_ctrl_c_inside_a_command_exits_with_130_and_one_line(
+    told: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(told)
 
     monkeypatch.setattr(validate, "validate_lora", stop)
     paths = ("--base_model_path", "a", "--tuned_model_path", "b", "--lora_path", "c")
@@ -93,7 +111,28 @@ def test_ctrl_c_inside_a_command_exits_with_130(
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert capsys.readouterr() == ("", f"{line}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("again", [False, True])
+def test_ctrl_c_ends_with_an_exit_code_at_any_moment(again: bool) -> None:
+    """While Python executes text, which it remembers, and again while it waits for a thread."""
+    code = """if True:
+        import signal, sys, threading, time
+        from sigmascope.cli import main, root
+        def stop(**_):
+            threading.Thread(target=time.sleep, args=(WAIT,)).start()
+            exec("signal.raise_signal(signal.SIGINT)")
+        root.app = stop
+        if AGAIN:
+            threading._register_atexit(lambda: signal.raise_signal(signal.SIGINT))
+        main()
+    """
+    code = code.replace("AGAIN", str(again)).replace("WAIT", "60" if again else "0")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Stopped by Ctrl-C.\n")
 
 
 def test_demo_is_a_command() -> None:

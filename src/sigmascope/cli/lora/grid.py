@@ -18,7 +18,6 @@ from sigmascope.cli.console import (
     plain,
     print_json,
     progress_bar,
-    say,
     table,
     title,
 )
@@ -120,8 +119,9 @@ def grid(
             with progress_bar("Painting") as progress:
                 made = lora_grid(subject, lora, **settings, hide_prompts=hide_prompts, progress=progress)
         except KeyboardInterrupt:
-            say(f"Stopped. What was painted is kept in {folder}; the same command goes on.", err=True)
-            raise
+            raise KeyboardInterrupt(
+                f"Stopped by Ctrl-C. What was painted is kept in {folder}; the same command goes on."
+            ) from None
     if as_json:
         print_json(made.as_dict() | {"picture": str(sheet), "page": str(page)})
     else:

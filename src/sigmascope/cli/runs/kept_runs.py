@@ -377,8 +377,9 @@ def import_runs(
             done = take_in(store, paths or waiting, new_ids=new_id, progress=progress)
         except KeyboardInterrupt:
             rest = "" if new_id else "; the same command takes in the rest"
-            say(f"Stopped. {units.counted(so_far, 'run')} taken in so far{rest}", err=True)
-            raise
+            raise KeyboardInterrupt(
+                f"Stopped by Ctrl-C. {units.counted(so_far, 'run')} taken in so far{rest}."
+            ) from None
     for file in set(waiting) & set(done.files):
         file.unlink(missing_ok=True)
     if as_json:
