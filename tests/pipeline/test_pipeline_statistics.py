@@ -150,3 +150,40 @@ def test_a_fit_needs_prompts_and_a_batch() -> None:
     lora = LoraFile({name: LoraFactors(torch.zeros(shape[0], 1), torch.zeros(1, shape[1]), 1.0, shape)})
     with pytest.raises(ConfigError, match="--batch_size 0 paints nothing"):
         fit_pipeline_lora(pipeline.unet, pipeline, lora, ["a fox"], batch_size=0)
+
+
+class Painter:
+    """A pipeline that calls its denoiser three times for a prompt, if it is not told how often."""
+
+    def __init__(self) -> None:
+        self.unet = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        self.components = {"unet": self.unet}
+
+    def __call__(self, prompts: Any, *, num_inference_steps: int = 3, **_: Any) -> Any:
+        for step in range(num_inference_steps):
+            out = self.unet(torch.full((2, 4), step + 1.0))
+        return out
+
+
+@pytest.mark.parametrize(("call", "totals"), [({}, [0] * 3 + [6] * 3), ({"num_inference_steps": 2}, [4] * 4)])
+def test_no_bar_is_full_before_a_fit_has_recorded_its_calls(call: dict[str, Any], totals: list[int]) -> None:
+    pipeline = Painter()
+    base = copy.deepcopy(pipeline.unet)
+    torch.nn.init.eye_(base.get_parameter("0.weight"))
+    lora = LoraFile({"0": LoraFactors(torch.ones(4, 1), torch.ones(1, 4), 1.0, (4, 4))})
+    seen: list[tuple[int, int, str]] = []
+    fit_pipeline_lora(
+        base, pipeline, lora, ["a fox", "a dog"], FitOptions(steps=2), call=call,
+        progress=lambda *report: seen.append(report),
+    )  # fmt: skip
+    assert [report[:2] for report in seen if report[2] == "call"] == list(enumerate(totals, 1))
+    steps = totals[-1] // 2
+    others = [what for _, _, what in seen if what != "call" and not what.startswith("error")]
+    judged = ("test call without the LoRA", "test call before the fit", "test call after the fit")
+    assert others == [what for what in judged for _ in range(steps)]
+
+
+def test_statistics_without_a_number_of_steps_do_not_fill_a_bar() -> None:
+    seen: list[tuple[int, int, str]] = []
+    pipeline_statistics(Painter(), ["a fox"], through="calls", progress=lambda *report: seen.append(report))
+    assert seen == [(1, 0, "call"), (2, 0, "call"), (3, 0, "call")]

@@ -13,7 +13,7 @@ import inspect
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -151,7 +151,7 @@ def fit_lora(
         lora: Plain factors, such as `extract_lora` makes; modules for other parts of the pipeline stay as they are.
         recorded: Calls of the tuned model's denoiser, a list for each input.
         options: Steps, learning rate and so on.
-        progress: Called after each step.
+        progress: Called after each step, and after each call that the error is measured on.
 
     Raises:
         ConfigError: Nothing was recorded, the base's outputs equal the tuned model's, or the model is in float16.
@@ -169,7 +169,9 @@ def fit_lora(
     own = replace(lora, modules=dict(lora.modules), changes=dict(lora.changes), source=None)
     with _trained(model, own) as (factors, strength):
         strength.value = 0.0
-        untouched = [_call(model, call).cpu() for call in judged]
+        untouched = [
+            _call(model, call).cpu() for call in _told(judged, progress, "test call without the LoRA")
+        ]
         scale = _mean_square(zip(untouched, (call.output for call in judged), strict=True))
         if not math.isfinite(scale):
             raise NonFiniteError("the model's outputs hold NaN or Inf.", hint="Use float32 or bfloat16.")
@@ -178,11 +180,11 @@ def fit_lora(
                 "the tuned model's outputs equal the base model's.", hint="Check the paths of both models."
             )
         strength.value = 1.0
-        before = _error(model, judged, scale)
+        before = _error(model, _told(judged, progress, "test call before the fit"), scale)
         _descend(model, factors, fitting, scale, how, progress)
         for trained in factors.values():
             trained.round()
-        after = _error(model, judged, scale)
+        after = _error(model, _told(judged, progress, "test call after the fit"), scale)
         fitted = {name: trained.as_stored() for name, trained in factors.items()}
     result = replace(own, modules={**own.modules, **fitted}, facts={}) if after < before else lora
     seconds = time.perf_counter() - started
@@ -323,7 +325,13 @@ def _mean_square(pairs: Any) -> float:
     return total / count
 
 
-def _error(model: nn.Module, calls: Sequence[RecordedCall], scale: float) -> float:
+def _told(calls: Sequence[RecordedCall], progress: Progress, what: str) -> Iterator[RecordedCall]:
+    for done, call in enumerate(calls):
+        yield call
+        progress(done + 1, len(calls), what)
+
+
+def _error(model: nn.Module, calls: Iterable[RecordedCall], scale: float) -> float:
     """Root of the mean square error of the outputs, as a share of the root of `scale`."""
     missing = _mean_square((_call(model, call).cpu(), call.output) for call in calls)
     return math.sqrt(missing / scale) if math.isfinite(missing) else math.inf
@@ -385,7 +393,7 @@ def record_calls(
         model: The denoiser of the tuned model.
         run: Calls it, directly or through a pipeline. A generator yields after each input; otherwise each call counts
             as an input.
-        progress: Called after each call, with the number of calls so far.
+        progress: Called after each call, with the number of calls so far; in all is not known, so 0.
 
     Returns:
         The calls of each input, in their order.
@@ -414,7 +422,7 @@ def record_calls(
         args, kwargs = given.pop()
         inputs[current].append(RecordedCall(args, kwargs, copied(made).cpu()))
         count += 1
-        progress(count, count, "call")
+        progress(count, 0, "call")
 
     handles = [
         model.register_forward_pre_hook(before, with_kwargs=True),

@@ -642,7 +642,7 @@ class _Watched:
                     for number, probe in enumerate(self._projections(output)):
                         output.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
         self.calls += 1
-        self._progress(self.calls, max(self.calls, self._expected or 0), "call")
+        self._progress(self.calls, max(self.calls, self._expected) if self._expected else 0, "call")
         return [leaf.grad for leaf in leaves]
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -289,16 +289,21 @@ def _recorded(
     arguments = dict(call or {})
     starts = range(0, len(prompts), batch_size)
     steps = arguments.get("num_inference_steps")
-    expected = None if steps is None else int(steps) * len(starts)
+    expected = 0 if steps is None else int(steps) * len(starts)
+    calls = 0
 
     def paint() -> Iterator[object]:
+        nonlocal expected
         for start in starts:
             texts = list(prompts[start : start + batch_size])
             generators = [torch.Generator().manual_seed(seed + start + index) for index in range(len(texts))]
             yield pipeline(texts, **{"generator": generators, "output_type": "latent"} | arguments)
+            expected = expected or calls * len(starts)
 
     def told(done: int, _total: int, what: str) -> None:
-        progress(done, max(done, expected or done), what)
+        nonlocal calls
+        calls = done
+        progress(done, max(done, expected) if expected else 0, what)
 
     return record_calls(denoiser_of(pipeline), paint, progress=told)
 
