@@ -94,6 +94,73 @@ def test_share_and_noise_are_those_of_comfyui_s_kernels(tmp_path: Path, name: st
     assert found.overall.noise == pytest.approx(noise, rel=0.01, abs=1e-4)
 
 
+def by_hand(type_: torch.dtype, *, per_row: bool) -> Quantise:
+    """Codes times a scale, that of the largest magnitude."""
+
+    def quantise(numbers: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        limit = 127.0 if type_ == torch.int8 else torch.finfo(type_).max
+        magnitudes = numbers.double().abs()
+        scale = (magnitudes.amax(1, keepdim=True) if per_row else magnitudes.max()).float() / limit
+        codes = (numbers / scale).clamp(-limit, limit)
+        codes = (codes.round() if type_ == torch.int8 else codes).to(type_)
+        return {f"{KEY}.weight": codes, f"{KEY}.weight_scale": scale}, codes.float() * scale
+
+    return quantise
+
+
+BY_HAND: dict[str, Quantise] = {
+    "int8 by hand": by_hand(torch.int8, per_row=False),
+    "int8 rows by hand": by_hand(torch.int8, per_row=True),
+    "fp8 by hand": by_hand(torch.float8_e4m3fn, per_row=False),
+    "e5m2 by hand": by_hand(torch.float8_e5m2, per_row=False),
+    "plain fp8": lambda numbers: (
+        {f"{KEY}.weight": (plain := numbers.to(torch.float8_e4m3fn))},
+        plain.float(),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("relative", "rank", "dtype"),
+    [(0.003, 1, torch.bfloat16), (0.01, 33, torch.float16), (0.03, 4, torch.bfloat16)],
+)
+@pytest.mark.parametrize("name", [*KITCHEN, *BY_HAND])
+def test_blocks_of_odd_sizes_are_those_of_the_format(
+    tmp_path: Path, name: str, relative: float, rank: int, dtype: torch.dtype
+) -> None:
+    """Rows are no multiple of 16 or 32, up to which NVFP4 and MXFP8 are filled up; factors are halves, with an alpha."""
+    quantise = (KITCHEN | BY_HAND)[name]
+    base, lora, sums = {}, {}, torch.zeros(2, 3, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(rank)
+    for block, (rows, columns) in enumerate([(100, 256), (257, 512)]):
+        key = KEY.replace(".0.", f".{block}.")
+        state, numbers = quantise(torch.randn(rows, columns, generator=generator) * 0.02)
+        numbers = numbers[:rows]
+        base |= {end.replace(KEY, key): part for end, part in state.items()} | {
+            f"{key}.bias": torch.zeros(rows)
+        }
+        up, down = (
+            torch.randn(rows, rank, generator=generator),
+            torch.randn(rank, columns, generator=generator),
+        )
+        up, down = (up * (relative * numbers.norm() / (up @ down).norm())).to(dtype), down.to(dtype)
+        ends = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(2.0 * rank)}
+        lora |= {f"transformer.{key}.{end}": part for end, part in ends.items()}
+        wanted = 2.0 * up.double() @ down.double()
+        real = (quantise((numbers + wanted).float())[1][:rows] - numbers).double()
+        sums[block] = torch.stack([(wanted * wanted).sum(), (real * wanted).sum(), (real * real).sum()])
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(lora, tmp_path / "lora.safetensors")
+    with open_checkpoint(tmp_path / "base.safetensors") as checkpoint:
+        found = arrivals(tmp_path / "lora.safetensors", checkpoint, nearest=True)
+    for got, (wanted_square, inner, real_square) in zip(
+        [*found.blocks, found.overall], [*sums.tolist(), sums.sum(0).tolist()], strict=True
+    ):
+        share = inner / wanted_square
+        assert got.share == pytest.approx(share, rel=0.01, abs=1e-4)
+        assert got.noise == pytest.approx((real_square / wanted_square - share**2) ** 0.5, rel=0.01, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("relative", "shares"),
     [

@@ -168,6 +168,8 @@ def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeig
     stated = facts.get("shape")
     own = (*info.shape[:-1], info.shape[-1] * packed) if info.shape else ()
     shape = tuple(stated) if isinstance(stated, list) and all(isinstance(n, int) for n in stated) else own
+    if kind is not None:
+        shape = _without_filling(layer, shape, kind.filled_up)
     facts = {**facts, "dtype": info.dtype, "shape": shape}
     if kind is None or kind.numbers is None:
         why = f"{info.name} is stored in ComfyUI's format {shortened(name)}, which has no reader here"
@@ -179,6 +181,16 @@ def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeig
         quant_type=str(facts.get("quant_type", "")).upper(),
     )
     return StoredWeight(info.name, shape, title, kind, scales, facts, unread or kind.unusable(facts, shape))
+
+
+def _without_filling(layer: Layer, shape: Shape, multiple: int) -> Shape:
+    """The shape without rows that only fill it up to a multiple: the bias is as long as the weight has rows.
+
+    ComfyUI knows the rows from its module. Nothing in the file tells columns that fill up.
+    """
+    bias = layer.info(".bias") if multiple > 1 else None
+    rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 else 0
+    return (rows, *shape[1:]) if len(shape) == 2 and rounded_up(rows, multiple) == shape[0] else shape
 
 
 def _scale_in_words(layer: Layer, shape: Shape, scales: Mapping[str, str]) -> str:
@@ -268,7 +280,8 @@ class DequantisedCheckpoint(CompositeCheckpoint):
         for start in range(0, info.shape[0] if info.shape else 1, _ROWS):
             some = slice(start, start + _ROWS)
             part = {name: _rows_of(scale, some, weight.shape) for name, scale in scales.items()}
-            numbers[some] = weight.kind.numbers(codes[some], part, weight.config)
+            made = weight.kind.numbers(codes[some], part, weight.config)
+            numbers[some] = made[: info.shape[0] - start] if info.shape else made
         return numbers
 
     def _scales(self, weight: StoredWeight) -> dict[str, Tensor]:

@@ -297,6 +297,22 @@ def test_a_weight_without_a_reader_has_its_name_and_shape_when_asked_for(
             checkpoint.tensor("a.weight")
 
 
+@pytest.mark.parametrize(("bias", "rows"), [(100, 100), (112, 112), (95, 112), (None, 112)])
+def test_rows_that_fill_a_weight_up_are_not_its_own(
+    save: Callable[[State], Path], bias: int | None, rows: int
+) -> None:
+    """NVFP4 has a multiple of 16. A bias of 95 would have made 96."""
+    state = {
+        "a.weight": torch.zeros(112, 32, dtype=torch.uint8),
+        "a.weight_scale": torch.ones(128, 4).to(FP8),
+        "a.weight_scale_2": torch.tensor(1.0),
+        "a.comfy_quant": comfy_quant('{"format": "nvfp4"}'),
+    }
+    state |= {} if bias is None else {"a.bias": torch.zeros(bias)}
+    with open_checkpoint(save(state), keep_unread=True) as checkpoint:
+        assert checkpoint.info("a.weight").shape == (rows, 64)
+
+
 @pytest.mark.parametrize("place", ["tensor", "header"])
 def test_a_damaged_description_leaves_names_and_shapes(tmp_path: Path, place: str) -> None:
     state = {"a.weight": torch.zeros(6, 8, dtype=FP8)}

@@ -118,6 +118,7 @@ class Kind(NamedTuple):
         unusable: Why what is known of a weight of a shape does not do to read it; None if it does.
         by_row: Whether the codes of some rows are some rows of the codes.
         served: Endings of keys that only describe the storing.
+        filled_up: Rows and columns are filled up with zeros to a multiple of this.
     """
 
     title: str
@@ -133,6 +134,7 @@ class Kind(NamedTuple):
     unusable: Callable[[Config, Shape], str | None] = lambda config, shape: None
     by_row: bool = True
     served: tuple[str, ...] = ()
+    filled_up: int = 1
 
 
 def named(*formats: str) -> Callable[[str, Config], Config | None]:

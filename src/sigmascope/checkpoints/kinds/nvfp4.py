@@ -91,4 +91,5 @@ KIND: Final = Kind(
     again=_again,
     merged=_merged,
     unusable=lambda config, shape: comfy_kitchen.missing(_TITLE),
+    filled_up=16,
 )
