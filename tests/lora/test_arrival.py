@@ -16,6 +16,9 @@ from torch import Tensor
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import CheckpointError
 from sigmascope.lora.arrival import Arrival, Arrivals, arrivals
+from sigmascope.lora.compatibility import judge_lora
+from sigmascope.lora.inspect import relative_strengths
+from sigmascope.lora.intruders import intruder_dimensions
 
 KEY = "transformer_blocks.0.attn.to_q"
 RANK = 16
@@ -130,7 +133,9 @@ def test_blocks_of_odd_sizes_are_those_of_the_format(
 ) -> None:
     """Rows are no multiple of 16 or 32, up to which NVFP4 and MXFP8 are filled up; factors are halves, with an alpha."""
     quantise = (KITCHEN | BY_HAND)[name]
-    base, lora, sums = {}, {}, torch.zeros(2, 3, dtype=torch.float64)
+    base: dict[str, Tensor] = {}
+    lora: dict[str, Tensor] = {}
+    sums = torch.zeros(2, 3, dtype=torch.float64)
     generator = torch.Generator().manual_seed(rank)
     for block, (rows, columns) in enumerate([(100, 256), (257, 512)]):
         key = KEY.replace(".0.", f".{block}.")
@@ -153,12 +158,10 @@ def test_blocks_of_odd_sizes_are_those_of_the_format(
     save_file(lora, tmp_path / "lora.safetensors")
     with open_checkpoint(tmp_path / "base.safetensors") as checkpoint:
         found = arrivals(tmp_path / "lora.safetensors", checkpoint, nearest=True)
-    for got, (wanted_square, inner, real_square) in zip(
-        [*found.blocks, found.overall], [*sums.tolist(), sums.sum(0).tolist()], strict=True
-    ):
-        share = inner / wanted_square
-        assert got.share == pytest.approx(share, rel=0.01, abs=1e-4)
-        assert got.noise == pytest.approx((real_square / wanted_square - share**2) ** 0.5, rel=0.01, abs=1e-4)
+    told = [(one.share, one.noise) for one in (*found.blocks, found.overall)]
+    for (share, noise), of in zip(told, [*sums.tolist(), sums.sum(0).tolist()], strict=True):
+        assert share == pytest.approx(of[1] / of[0], rel=0.01, abs=1e-4)
+        assert noise == pytest.approx((of[2] / of[0] - (of[1] / of[0]) ** 2) ** 0.5, rel=0.01, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +320,25 @@ def test_a_weight_that_cannot_be_stored_again_has_its_reason(tmp_path: Path) -> 
         found = arrivals(tmp_path / "lora.safetensors", base)
     assert found.overall.share is None
     assert "'fp2', which has no reader here" in found.unavailable[f"{KEY}.weight"]
+
+
+def test_what_to_do_follows_why_nothing_is_known(tmp_path: Path) -> None:
+    text = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    state = {f"{KEY}.weight": torch.zeros(64, 64).to(torch.float8_e4m3fn), f"{KEY}.comfy_quant": text}
+    save_file(state, tmp_path / "base.safetensors")
+    factors = {"lora_A.weight": torch.ones(2, 64), "lora_B.weight": torch.ones(64, 2)}
+    save_file({f"transformer.{KEY}.{end}": part for end, part in factors.items()}, tmp_path / "l.safetensors")
+    with open_checkpoint(tmp_path / "base.safetensors", keep_unread=True) as base:
+        reasons = [
+            *arrivals(tmp_path / "l.safetensors", base).unavailable.values(),
+            *(one.unavailable for one in intruder_dimensions(tmp_path / "l.safetensors", base).values()),
+        ]
+        verdict = judge_lora(tmp_path / "l.safetensors", base)
+        effects = relative_strengths(tmp_path / "l.safetensors", verdict, base)
+    reasons += [effect.unavailable["relative_change"] for effect in effects.values()]
+    assert len(reasons) == 3
+    for why in reasons:
+        assert f"{KEY}.weight_scale, the scale of {KEY}.weight, is missing. Download the" in (why or "")
 
 
 def test_a_base_whose_reader_is_not_installed_names_the_extra(

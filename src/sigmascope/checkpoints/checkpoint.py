@@ -68,6 +68,8 @@ class Checkpoint(ABC):
         skipped: What is in the file but not among the keys, with the reason.
         dequantised: How each quantised tensor is stored in the file, by key. Reading gives the numbers that the codes
             stand for.
+        undescribed: Why nothing says how a tensor is stored, by key. Its shape is that of its codes then, each of which
+            may hold several numbers.
     """
 
     path: Path
@@ -75,6 +77,7 @@ class Checkpoint(ABC):
     metadata: Mapping[str, str]
     skipped: Mapping[str, str]
     dequantised: Mapping[str, str]
+    undescribed: Mapping[str, str]
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class Checkpoint(ABC):
         self.metadata = dict(metadata)
         self.skipped = dict(skipped)
         self.dequantised = dict(dequantised or {})
+        self.undescribed = {}
         self._infos = dict(infos)
 
     def keys(self) -> list[str]:

@@ -38,6 +38,8 @@ _HEADER_CONFIG: Final = "_quantization_metadata"
 _ACTIVATION_SCALES: Final = (".scale_input", ".input_scale")
 _MARKS: Final = ("scaled_fp8", _CONFIG)
 _SERVED: Final = tuple(ending for kind in KINDS.values() for ending in kind.served)
+UNDESCRIBED: Final = "unknown"
+"""How a weight is stored whose description is damaged."""
 _HINT: Final = (
     "Use the checkpoint that it was made from (bf16 or fp16), or save a dequantised copy with the tool named."
 )
@@ -101,7 +103,8 @@ def dequantised(checkpoint: Checkpoint, *, keep_unread: bool = False) -> Checkpo
 
 
 def _not_read(checkpoint: Checkpoint, weight: StoredWeight) -> CheckpointError:
-    hint = None if weight.unread and "not installed" in weight.unread else DAMAGED if weight.scales else _HINT
+    has_no_reader = weight.kind is None and weight.how != UNDESCRIBED
+    hint = None if weight.unread and "not installed" in weight.unread else _HINT if has_no_reader else DAMAGED
     return CheckpointError(checkpoint.path, f"{weight.unread}.", hint=hint)
 
 
@@ -119,7 +122,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, StoredWeight], dict[str,
         if layer == key or not _is_coded(info):
             continue
         if damaged is not None:
-            weight: StoredWeight | None = _damaged(info, damaged)
+            weight: StoredWeight | None = _undescribed(info, damaged)
         else:
             weight = _stored(Layer(checkpoint, layer), info, configs.get(layer))
         if weight is not None:
@@ -149,8 +152,9 @@ def _header_configs(checkpoint: Checkpoint) -> tuple[dict[str, Config], Checkpoi
     return {name: config for name, config in given if isinstance(config, dict)}, None
 
 
-def _damaged(info: TensorInfo, error: CheckpointError) -> StoredWeight:
-    return StoredWeight(info.name, info.shape, "unknown", None, {}, {}, error.message.rstrip("."))
+def _undescribed(info: TensorInfo, error: CheckpointError) -> StoredWeight:
+    what = error.message.removeprefix(f"{error.path}: ").rstrip(".")
+    return StoredWeight(info.name, info.shape, UNDESCRIBED, None, {}, {}, what)
 
 
 def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeight | None:
@@ -160,14 +164,18 @@ def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeig
             config = layer.text(_CONFIG)
         name, facts = _kind_of(layer, info, config)
     except CheckpointError as error:
-        return _damaged(info, error)
+        return _undescribed(info, error)
     if name is None:
         return None
     kind = KINDS.get(name)
     packed = COMFYUI_PACKED.get(name, 1) if kind is None else kind.packed
     stated = facts.get("shape")
     own = (*info.shape[:-1], info.shape[-1] * packed) if info.shape else ()
-    shape = tuple(stated) if isinstance(stated, list) and all(isinstance(n, int) for n in stated) else own
+    held = math.prod(info.shape) * packed
+    if stated is not None and not (_is_shape(stated) and 0 <= held - math.prod(stated) < packed):
+        what = f"{info.name} is said to have the shape {shortened(stated)}, but its codes hold {held} numbers"
+        return _undescribed(info, CheckpointError(layer.checkpoint.path, what))
+    shape = own if stated is None else tuple(stated)
     if kind is not None:
         shape = _without_filling(layer, shape, kind.filled_up)
     facts = {**facts, "dtype": info.dtype, "shape": shape}
@@ -181,6 +189,10 @@ def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeig
         quant_type=str(facts.get("quant_type", "")).upper(),
     )
     return StoredWeight(info.name, shape, title, kind, scales, facts, unread or kind.unusable(facts, shape))
+
+
+def _is_shape(stated: object) -> bool:
+    return isinstance(stated, list) and all(isinstance(size, int) and size >= 0 for size in stated)
 
 
 def _without_filling(layer: Layer, shape: Shape, multiple: int) -> Shape:
@@ -256,6 +268,11 @@ class DequantisedCheckpoint(CompositeCheckpoint):
         places |= {key: (source, weight.codes) for key, weight in weights.items()}
         super().__init__(source.path, [source], places, source.metadata, {**source.skipped, **hidden})
         self.dequantised = {**self.dequantised, **{key: weight.how for key, weight in weights.items()}}
+        self.undescribed = {
+            key: weight.unread
+            for key, weight in weights.items()
+            if weight.unread is not None and weight.how == UNDESCRIBED
+        }
         self._infos |= {
             key: TensorInfo(key, weight.shape, torch.float32, 4 * math.prod(weight.shape))
             for key, weight in weights.items()

@@ -157,7 +157,7 @@ def listed(console: Console, heading: str, names: Sequence[str], *, style: str =
         return
     console.print(Text(f"{heading}: {len(names)}", style=style))
     for name in names[:_MOST_LISTED]:
-        console.print(Text("  ").append_text(plain(name)))
+        console.print(Text("  ").append_text(plain(name, limit=_LONGEST_FINDING)))
     if len(names) > _MOST_LISTED:
         console.print(Text(f"  and {len(names) - _MOST_LISTED} more; --json lists all"))
 

@@ -86,7 +86,7 @@ class Arrival:
         inner: <real, Δ>.
         real: ‖real‖².
         stored: How the weight is stored.
-        unavailable: Why nothing is known of it; None if it is.
+        unavailable: Why nothing is known of it, and what to do; None if it is.
         way: How the host merges, a name of `WAYS`; None if it was measured, or differs between weights.
         others: The same for other ways of merging, from some rows of each weight.
     """
@@ -301,8 +301,7 @@ def _arrival(
             wanted = lambda some: whole[some]  # noqa: E731
         return arrival_of(weight, wanted, rounding)
     except (SigmascopeError, ImportError) as error:
-        why = error.message if isinstance(error, SigmascopeError) else str(error)
-        return Arrival(0.0, 0.0, 0.0, base.dequantised.get(key, ""), why.rstrip("."))
+        return Arrival(0.0, 0.0, 0.0, base.dequantised.get(key, ""), str(error).rstrip("."))
 
 
 def arrival_of(weight: Tensor, wanted: Change, rounding: Rounding) -> Arrival:

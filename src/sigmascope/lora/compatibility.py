@@ -116,7 +116,7 @@ def judge_opened(
         values: See `judge_lora`.
     """
     try:
-        base = model.path if isinstance(model, Checkpoint) else None
+        base = model if isinstance(model, Checkpoint) else None
         return _module_verdicts(lora, keys, shapes_of(model), path, values, base)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return LoraVerdict(path, error=error_text(error), findings=(unreadable(error),))
@@ -224,10 +224,11 @@ def _module_verdicts(
     shapes: Shapes,
     path: str | None,
     values: bool,
-    base: Path | None,
+    base: Checkpoint | None,
 ) -> LoraVerdict:
-    placing, family = place(lora, shapes, path=base), file_family(lora)
-    reasons = MismatchReasons(lora, placing, family, incomplete_base(shapes, base))
+    file, undescribed = (None, {}) if base is None else (base.path, base.undescribed)
+    placing, family = place(lora, shapes, path=file), file_family(lora)
+    reasons = MismatchReasons(lora, placing, family, incomplete_base(shapes, file), undescribed)
     modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in lora.names)
     if values:
         stated = _Stated(lora, {*keys})
@@ -295,12 +296,19 @@ class MismatchReasons:
         placing: Which weights its modules change.
         family: The model family that the file is for.
         incomplete: How the model shows that weights of it are missing (`incomplete_base`).
+        undescribed: See `Checkpoint.undescribed`.
     """
 
     def __init__(
-        self, lora: LoraFile, placing: Placement, family: FileFamily, incomplete: str | None = None
+        self,
+        lora: LoraFile,
+        placing: Placement,
+        family: FileFamily,
+        incomplete: str | None = None,
+        undescribed: Mapping[str, str] | None = None,
     ) -> None:
         self._incomplete = incomplete
+        self._undescribed = undescribed or {}
         self._lora = lora
         self._placing = placing
         self._family = family
@@ -365,6 +373,9 @@ class MismatchReasons:
 
     def _of_shape(self, misfit: Misfit) -> Mismatch:
         shapes = f"it is made for a weight {misfit.own}, but {misfit.key} is {misfit.model}"
+        if misfit.key in self._undescribed:
+            shapes += f" as it is stored, and how is not known: {self._undescribed[misfit.key]}"
+            return Mismatch("other_shape", shapes)
         if self._other_family:
             return Mismatch("other_architecture", f"{shapes}: {self._families}")
         if misfit.own == misfit.model[::-1]:

@@ -286,7 +286,7 @@ def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
         delta = module.norm if module.norm is not None else _norm_beside_base(lora, module, model)
     except SigmascopeError as error:
         missing = "delta_norm" if module.norm is None else "weight_norm"
-        unavailable = dict.fromkeys((missing, "relative_change"), error.message)
+        unavailable = dict.fromkeys((missing, "relative_change"), str(error).rstrip("."))
         return Effect(module.norm, None, None, True, 1, unavailable=unavailable)
     if whole == 0.0:
         return Effect(delta, None, whole, True, 1, unavailable={"relative_change": "the weight is all zeros"})

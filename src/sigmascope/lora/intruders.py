@@ -68,7 +68,7 @@ class Intruders:
         examined: Of how many of the strongest singular vectors.
         energy: Σσ² of the intruders.
         of_energy: Σσ² of all those examined.
-        unavailable: Why nothing is known, if so.
+        unavailable: Why nothing is known, if so, and what to do.
     """
 
     count: int = 0
@@ -138,8 +138,7 @@ def intruder_dimensions(
                 delta = form_delta(name, changed.lora.change(name), weight).reshape(len(weight), -1)
                 return intruders_of(weight.reshape(delta.shape), delta.mul_(strength))
             except (SigmascopeError, ImportError) as error:
-                why = error.message if isinstance(error, SigmascopeError) else str(error)
-                return Intruders(unavailable=why.rstrip("."))
+                return Intruders(unavailable=str(error).rstrip("."))
 
         for name, one in run_layers_in_order(changed.sizes, counted):
             found[changed.keys[name]] = one

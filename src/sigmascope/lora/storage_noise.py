@@ -66,7 +66,7 @@ def storage_noise(side: Checkpoint, other: Checkpoint, keys: Sequence[str]) -> I
         try:
             sums = [_in_layer(side, other, key) for key in looked_at]
         except SigmascopeError as error:
-            yield StorageNoise(stored, 0, None, None, error.message.rstrip("."))
+            yield StorageNoise(stored, 0, None, None, str(error).rstrip("."))
             continue
         noise, weight, change = (fsum(part) for part in zip(*sums, strict=True))
         yield StorageNoise(

@@ -261,9 +261,14 @@ def test_what_is_wrong_with_int8_of_bitsandbytes_names_itself(
 def test_what_is_wrong_with_a_scale_names_itself(
     save: Callable[[State], Path], state: State, names: str
 ) -> None:
+    path = save({"a.weight": torch.zeros(4, 64, dtype=FP8), **state})
     with pytest.raises(CheckpointError, match=names) as caught:
-        open_checkpoint(save({"a.weight": torch.zeros(4, 64, dtype=FP8), **state}))
-    assert caught.value.hint
+        open_checkpoint(path)
+    assert caught.value.message.count(str(path)) == 1
+    next_step = (
+        "Use the checkpoint that it was made from" if "fp2" in names else "Download the checkpoint again"
+    )
+    assert (caught.value.hint or "").startswith(next_step)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +299,24 @@ def test_a_weight_without_a_reader_has_its_name_and_shape_when_asked_for(
     with open_checkpoint(save(state), keep_unread=True) as checkpoint:
         assert checkpoint.info("a.weight").shape == shape
         with pytest.raises(CheckpointError, match="has no reader here"):
+            checkpoint.tensor("a.weight")
+
+
+@pytest.mark.parametrize("shape", [[4, 6], [4, 99999], [-4, -8], ["4", 8], 32])
+def test_a_shape_that_the_codes_do_not_hold_is_a_damaged_description(
+    save: Callable[[State], Path], shape: object
+) -> None:
+    facts = {"quant_type": "nf4", "blocksize": 64, "shape": shape}
+    state = {
+        "a.weight": torch.zeros(16, 1, dtype=torch.uint8),
+        "a.weight.absmax": torch.ones(1),
+        "a.weight.quant_map": torch.ones(16),
+        "a.weight.quant_state.bitsandbytes__nf4": comfy_quant(json.dumps(facts)),
+    }
+    with open_checkpoint(save(state), keep_unread=True) as checkpoint:
+        (why,) = checkpoint.undescribed.values()
+        assert f"the shape {shape}, but its codes hold 32 numbers" in why
+        with pytest.raises(CheckpointError, match="hold 32 numbers"):
             checkpoint.tensor("a.weight")
 
 

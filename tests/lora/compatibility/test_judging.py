@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES
 
+from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.verdict import LoraVerdict
 
@@ -153,6 +154,23 @@ def test_a_block_that_the_model_has_not_is_named(pipelines: Pipelines, save: Sav
     verdict = judge_lora(path, pipelines("wan"))
     assert only_reason(verdict) == "block_missing"
     assert "not in blocks.31" in (verdict.modules[0].detail or "")
+
+
+def test_a_shape_of_codes_is_not_told_as_that_of_the_weight(tmp_path: Path) -> None:
+    """Nothing says that two numbers are in each code."""
+    state = {
+        "a.weight": torch.zeros(2048, 1, dtype=torch.uint8),
+        "a.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b"{"), dtype=torch.uint8),
+    }
+    save_file(state, tmp_path / "base.safetensors")
+    factors = {"a.lora_A.weight": torch.ones(2, 64), "a.lora_B.weight": torch.ones(64, 2)}
+    with open_checkpoint(tmp_path / "base.safetensors", keep_unread=True) as base:
+        (module,) = judge_lora(factors, base).modules
+    assert module.reason == "other_shape"
+    assert (module.detail or "").endswith(
+        "as it is stored, and how is not known: "
+        "'a.weight.quant_state.bitsandbytes__nf4' is no JSON text that describes a quantisation"
+    )
 
 
 def test_another_shape_is_told_with_both(pipelines: Pipelines, save: Save) -> None:

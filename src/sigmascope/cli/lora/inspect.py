@@ -417,7 +417,7 @@ def print_on_model(console: Console, on_model: OnModel, told: Collection[str], *
     console.print(title("On the model", on_model.model.name))
     console.print(facts(_verdict_facts(verdict)))
     if on_model.effects is not None:
-        _print_relative(console, on_model.blocks)
+        _print_relative(console, on_model)
     if on_model.arrives is not None:
         _print_arrives(console, on_model.arrives)
     if on_model.intruders is not None:
@@ -449,7 +449,7 @@ def _verdict_facts(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | 
     ]
 
 
-def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
+def _print_relative(console: Console, on_model: OnModel) -> None:
     rows = (
         (
             plain(block.name),
@@ -458,9 +458,15 @@ def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
             number(block.weight_norm),
             percent(block.relative_change),
         )
-        for block in blocks
+        for block in on_model.blocks
     )
     console.print(table("Block", "Modules", "Strength", "‖W‖", "Relative", rows=rows))
+    unknown = [
+        f"{name}: unknown, because {effect.unavailable['relative_change']}"
+        for name, effect in (on_model.effects or {}).items()
+        if "relative_change" in effect.unavailable
+    ]
+    listed(console, "Modules of which this is unknown", unknown, style="cyan")
 
 
 def _print_arrives(console: Console, arrives: "Arrivals") -> None:
