@@ -158,7 +158,8 @@ def test_blocks_of_odd_sizes_are_those_of_the_format(
     save_file(lora, tmp_path / "lora.safetensors")
     with open_checkpoint(tmp_path / "base.safetensors") as checkpoint:
         found = arrivals(tmp_path / "lora.safetensors", checkpoint, nearest=True)
-    told = [(one.share, one.noise) for one in (*found.blocks, found.overall)]
+    told = [(block.share, block.noise) for block in found.blocks]
+    told.append((found.overall.share, found.overall.noise))
     for (share, noise), of in zip(told, [*sums.tolist(), sums.sum(0).tolist()], strict=True):
         assert share == pytest.approx(of[1] / of[0], rel=0.01, abs=1e-4)
         assert noise == pytest.approx((of[2] / of[0] - (of[1] / of[0]) ** 2) ** 0.5, rel=0.01, abs=1e-4)
