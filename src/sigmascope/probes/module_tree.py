@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, compress, repeat
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -297,11 +297,12 @@ def _tree_now(model: nn.Module) -> ModuleTree:
     tree = _known_tree(model)
     if tree is not None:
         return tree
-    modules, names, shape = _walk(model)
+    found = _walk(model)
+    modules, names, shape = found.modules, found.names, found.shape
     own = [*map(vars, modules)]
     if len(modules) >= _WORTH_KEEPING:
         with suppress(*PROBE_ERRORS):
-            _OUTLINES[model] = _outline(modules, own, names, shape)
+            _OUTLINES[model] = _outline(found, own)
             tree = _known_tree(model)
     if tree is not None:
         return tree
@@ -322,13 +323,25 @@ def _known_tree(model: nn.Module) -> ModuleTree | None:
         return None
 
 
-def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str], Shape]:
+class _Walk(NamedTuple):
+    """The modules of a tree as they are come upon, and of each the names of those that are registered on it."""
+
+    modules: list[nn.Module]
+    names: list[str]
+    shape: Shape
+    registered: list[Sequence[str]]
+    has_others: bool
+    """Whether something is registered that is neither a module nor None."""
+
+
+def _walk(model: nn.Module) -> _Walk:
     modules: list[nn.Module] = []
     names: list[str] = []
     parents: list[int] = []
     own_names: list[str] = []
+    registered: list[Sequence[str]] = []
     seen: set[int] = set()
-    has_repeats = False
+    has_repeats = has_others = False
     waiting = [("", model, -1, "")]
     while waiting:
         name, module, parent, own_name = waiting.pop()
@@ -342,15 +355,19 @@ def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str], Shape]:
         parents.append(parent)
         own_names.append(own_name)
         held = vars(module).get("_modules")
+        inner: Sequence[str] = ()
         if held and (type(held) is dict or isinstance(held, Mapping)):
             start = f"{name}." if name else ""
             idle = _idle_parts(module, held)
-            waiting += [
-                (start + own, child, place, own)
-                for own, child in reversed([*held.items()])
-                if isinstance(child, nn.Module) and own not in idle
-            ]
-    return modules, names, Shape(parents, own_names, has_repeats)
+            inner = [own for own in held if own not in idle] if idle else [*held]
+            for own in reversed(inner):
+                child = held[own]
+                if isinstance(child, nn.Module):
+                    waiting.append((start + own, child, place, own))
+                elif child is not None:
+                    has_others = True
+        registered.append(inner)
+    return _Walk(modules, names, Shape(parents, own_names, has_repeats), registered, has_others)
 
 
 def _idle_parts(module: nn.Module, held: Mapping[str, Any]) -> Collection[str]:
@@ -371,41 +388,41 @@ _DICTIONARIES: Final = frozenset({nn.ModuleDict, nn.ParameterDict})
 
 
 def _is_idle(part: nn.Module) -> bool:
-    return _is_bare(part) and all(
-        type(one) is nn.Identity and _is_bare(one) for one in part._modules.values()
-    )
+    own = vars(part)
+    if own["_parameters"] or own["_buffers"]:
+        return False
+    inner = own["_modules"]
+    return not inner or all(type(one) is nn.Identity and _is_bare(one) for one in inner.values())
 
 
 def _is_bare(module: nn.Module) -> bool:
     """Whether it has no parameter and no buffer of its own."""
-    return not (module._parameters or module._buffers)
+    own = vars(module)
+    return not (own["_parameters"] or own["_buffers"])
 
 
-def _outline(
-    modules: Sequence[nn.Module], own: Sequence[Mapping[str, Any]], names: list[str], shape: Shape
-) -> _Outline:
+def _outline(found: _Walk, own: Sequence[Mapping[str, Any]]) -> _Outline:
     """Fails where what is registered as a module is none, or modules are told apart in their own way."""
     plain: object = object.__hash__
-    if any(kind.__hash__ is not plain for kind in {*map(type, modules)}):
-        raise TypeError("a class has a hash of its own")
-    known = {*map(id, modules), id(None)}
-    ends = range(0, len(modules), _AT_ONCE)
-    parts = [_part(modules[start : start + _AT_ONCE], own[start : start + _AT_ONCE], known) for start in ends]
-    return _Outline(parts, names, shape, {}, _Hooks(map(type, modules)))
+    if found.has_others or any(kind.__hash__ is not plain for kind in {*map(type, found.modules)}):
+        raise TypeError("what is registered is no module, or a class has a hash of its own")
+    places = range(0, len(found.modules), _AT_ONCE)
+    parts = [
+        _part(*(held[start : start + _AT_ONCE] for held in (found.modules, own, found.registered)))
+        for start in places
+    ]
+    return _Outline(parts, found.names, found.shape, {}, _Hooks(map(type, found.modules)))
 
 
-def _part(modules: Sequence[nn.Module], own: Sequence[Mapping[str, Any]], known: Collection[int]) -> _Part:
+def _part(
+    modules: Sequence[nn.Module], own: Sequence[Mapping[str, Any]], registered: Sequence[Sequence[str]]
+) -> _Part:
     kinds = [*map(type, modules)]
-    may_have_children = [
-        kind not in _LEAVES or bool(one["_modules"]) for kind, one in zip(kinds, own, strict=True)
-    ]
-    children = [*map(_CHILDREN, compress(own, may_have_children))]
+    held = [*map(_CHILDREN, own)]
+    may_have_children = [kind not in _LEAVES or bool(one) for kind, one in zip(kinds, held, strict=True)]
+    children = [*compress(held, may_have_children)]
     full = [*filter(None, children)]
-    to_children = [
-        _to_children(module, one["_modules"], known)
-        for module, one in zip(modules, own, strict=True)
-        if one["_modules"]
-    ]
+    to_children = [_getter(*names) for names in registered if names]
     may_have_weights = [
         kind not in _WITHOUT_WEIGHTS and not (hasattr(kind, OF_ADAPTERS) and _is_bare(module))
         for kind, module in zip(kinds, modules, strict=True)
@@ -426,14 +443,8 @@ def _part(modules: Sequence[nn.Module], own: Sequence[Mapping[str, Any]], known:
     )
 
 
-def _to_children(
-    module: nn.Module, held: Mapping[str, Any], known: Collection[int]
-) -> Callable[[Mapping[str, Any]], object]:
-    """What finds the modules that are registered on one, but for those that do nothing."""
-    idle = _idle_parts(module, held)
-    names = [name for name in held if name not in idle]
-    if not all(id(held[name]) in known for name in names):
-        raise TypeError("not all that is registered is a module")
+@lru_cache(maxsize=1024)
+def _getter(*names: str) -> Callable[[Mapping[str, Any]], object]:
     return operator.itemgetter(*names)
 
 
