@@ -406,11 +406,8 @@ def _outline(found: _Walk, own: Sequence[Mapping[str, Any]]) -> _Outline:
     plain: object = object.__hash__
     if found.has_others or any(kind.__hash__ is not plain for kind in {*map(type, found.modules)}):
         raise TypeError("what is registered is no module, or a class has a hash of its own")
-    places = range(0, len(found.modules), _AT_ONCE)
-    parts = [
-        _part(*(held[start : start + _AT_ONCE] for held in (found.modules, own, found.registered)))
-        for start in places
-    ]
+    pieces = (slice(start, start + _AT_ONCE) for start in range(0, len(own), _AT_ONCE))
+    parts = [_part(found.modules[piece], own[piece], found.registered[piece]) for piece in pieces]
     return _Outline(parts, found.names, found.shape, {}, _Hooks(map(type, found.modules)))
 
 
