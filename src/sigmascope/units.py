@@ -46,8 +46,14 @@ def mib_change(before: int | None, after: int | None) -> str:
 
 
 def mebibytes_change(amount: int | float) -> str:
-    """A signed change in MiB with one decimal, without the unit."""
-    return f"{amount:+,.1f}"
+    """A signed change in MiB with one decimal, without the unit; see `signed`."""
+    return signed(amount)
+
+
+def signed(amount: int | float, decimals: int = 1) -> str:
+    """A change with its sign, of which the minus is the hyphen that programs write; what rounds to zero has none."""
+    text = f"{amount:+,.{decimals}f}"
+    return text if text.strip("+-0.") else text[1:]
 
 
 def seconds(value: int | float | None) -> str:
@@ -58,6 +64,13 @@ def seconds(value: int | float | None) -> str:
         if value > 0 and value * factor < 999.5:
             return f"{_three_digits(value * factor)} {unit}"
     return f"{value:.2f} s" if value < 99.95 else f"{value:,.0f} s"
+
+
+def seconds_change(value: int | float) -> str:
+    """A change of a duration with its sign, as `seconds` writes it: `-7.00 ms`; see `signed`."""
+    if value == 0:
+        return seconds(0.0)
+    return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
 
 
 def time_to_come(value: int | float | None) -> str:
@@ -111,9 +124,9 @@ def rough_percent(share: float, digits: int = 2) -> str:
     return f"{value:,.0f} %" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g} %"
 
 
-def percent_change(share: float) -> str:
-    """A change as a share, in per cent with its sign: `+41.9 %`."""
-    return f"{100 * share:+,.1f} %"
+def percent_change(share: float, decimals: int = 1) -> str:
+    """A change as a share, in per cent with its sign: `+41.9 %`; see `signed`."""
+    return f"{signed(100 * share, decimals)} %"
 
 
 def times(ratio: float) -> str:

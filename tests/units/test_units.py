@@ -8,8 +8,11 @@ from sigmascope.units import (
     mib_change,
     number,
     percent,
+    percent_change,
     rough_percent,
     seconds,
+    seconds_change,
+    signed,
     statistic,
     time_to_come,
     took,
@@ -28,6 +31,21 @@ def test_units_keep_what_is_unknown_apart_from_zero() -> None:
     assert (seconds(-5.0), seconds(float("nan"))) == ("-", "-")
     assert (took(2.449), took(-5.0), took(None)) == ("took 2.45 s", *["its time is not recorded"] * 2)
     assert (seconds(0.0), seconds(0.9996), seconds(250.4)) == ("0.00 s", "1.00 s", "250 s")
+
+
+def test_changes_have_a_sign_of_one_kind_and_what_rounds_to_zero_has_none() -> None:
+    assert (signed(-1234.56), signed(0.04), signed(-0.04), signed(2.5, 0)) == ("-1,234.6", "0.0", "0.0", "+2")
+    assert (seconds_change(-0.007), seconds_change(0.133), seconds_change(0.0)) == (
+        "-7.00 ms",
+        "+133 ms",
+        "0.00 s",
+    )
+    assert (percent_change(-0.29), percent_change(-1e-5), percent_change(0.5, 0)) == (
+        "-29.0 %",
+        "0.0 %",
+        "+50 %",
+    )
+    assert (mib_change(MIB, MIB), mib_change(2 * MIB, MIB)) == ("0.0", "-1.0")
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ def slows_down(run: Run) -> Iterator[Seen]:
         changed = _changed(alike[0], alike[-1], run)
         yield Seen(
             message=f"Steps became slower from generation to generation: {units.seconds(usual[0])} in the first of "
-            f"{len(alike)}, {units.seconds(usual[-1])} in the last ({100 * (usual[-1] / usual[0] - 1):+.0f} %)"
+            f"{len(alike)}, {units.seconds(usual[-1])} in the last ({units.percent_change(usual[-1] / usual[0] - 1, 0)})"
             f"{_may_explain(changed, _pages_read(alike[:1], alike[-1:]))}.",
             evidence={
                 "changed": changed,

@@ -42,7 +42,6 @@ sigmascope compare after --baseline before --by-step
 """
 
 
-_LEAST_CHANGE_SHOWN: Final = 0.0005
 _LONGEST_HEADLINE: Final = 800
 """Letters, as in Markdown: the sentences of a comparison, and lists of figures, are longer than one value."""
 _WIDEST_NAME: Final = 24
@@ -303,12 +302,7 @@ def _amount(value: float, unit: str) -> str:
 
 def _change(figure: "FigureComparison", *, is_narrow: bool) -> Text:
     """Coloured if it is beyond noise, or may be."""
-    if figure.ratio is None:
-        text = units.UNKNOWN
-    else:
-        text = (
-            "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else units.percent_change(figure.ratio - 1)
-        )
+    text = units.UNKNOWN if figure.ratio is None else units.percent_change(figure.ratio - 1)
     if figure.state in ("undecided", "not comparable"):
         between = "\n" if is_narrow and not figure.is_comparable else " "
         return Text(f"{figure.state}{between}{text}", style=_VERDICT_STYLE["undecided"])

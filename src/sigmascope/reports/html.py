@@ -68,6 +68,7 @@ from sigmascope.units import (
     percent_change,
     printable,
     seconds,
+    seconds_change,
     statistic,
     took,
 )
@@ -727,7 +728,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
                 "label": label,
                 "before": seconds(before),
                 "now": seconds(now),
-                "change": f"{'+' if now >= before else '−'}{seconds(abs(now - before))}",
+                "change": seconds_change(now - before),
                 "before_width": 100 * before / largest,
                 "now_width": 100 * now / largest,
             }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from sigmascope import units
 from sigmascope.records.latents import (
     Direction,
     EncodingEvent,
@@ -481,8 +482,8 @@ def times(facts: Facts, name: str, nominal: str) -> str:
 
 def signed_mb(amount: object, percent: object = None) -> str:
     """A change in MiB with its percentage."""
-    share = f" ({percent:+.1f}%)" if is_number(percent) else ""
-    return f"{amount:+.1f} MB{share}" if is_number(amount) else unknown()
+    share = f" ({units.signed(percent)}%)" if is_number(percent) else ""
+    return f"{units.mebibytes_change(amount)} MB{share}" if is_number(amount) else unknown()
 
 
 def at(amount_mb: object, at_seconds: object) -> str:

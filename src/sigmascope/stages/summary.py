@@ -237,7 +237,7 @@ def mb_change(amount: object, percent: object = None) -> str:
     """A signed change in MiB, with its percentage if that is known."""
     if not is_number(amount):
         return UNKNOWN
-    share = f" ({percent:+.1f} %)" if is_number(percent) else ""
+    share = f" ({units.signed(percent)} %)" if is_number(percent) else ""
     return f"{units.mebibytes_change(amount)} MB{share}"
 
 

@@ -34,7 +34,7 @@ from sigmascope.lora.reader import open_lora
 from sigmascope.lora.together import LorasTogether, inspect_together
 from sigmascope.ui.app import Part, page_of
 from sigmascope.ui.security import Limits, Refusal, receive
-from sigmascope.units import MIB, UNKNOWN, counted, first_few, format_size, number, statistic
+from sigmascope.units import MIB, UNKNOWN, counted, first_few, format_size, number, percent_change, statistic
 
 _MOST_HEADER_BYTES: Final = 100_000_000
 """Of a safetensors file, as its library has it."""
@@ -534,7 +534,7 @@ def _together_view(report: LorasTogether) -> dict[str, Any]:
     total, shared = report.total, report.shared
 
     def percent_of(value: float | None) -> str:
-        return UNKNOWN if value is None else f"{100 * value:+.1f} %"
+        return UNKNOWN if value is None else percent_change(value)
 
     largest = max((module.sum_norm or 0.0 for module in shared), default=0.0) or 1.0
     return {

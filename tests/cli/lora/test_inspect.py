@@ -303,7 +303,7 @@ def test_loras_together_show_signed_interference(inspect: Terminal, lora: Path, 
     outcome = inspect(lora, opposite, "--together")
     assert outcome.code == 0
     assert "3 of 3" in outcome.out
-    assert {"100 %", "-100 %"} <= {line.rsplit("  ", 1)[-1].strip() for line in outcome.out.splitlines()}
+    assert {"+100.0 %", "-100.0 %"} <= {line.rsplit("  ", 1)[-1].strip() for line in outcome.out.splitlines()}
     assert "No module is changed by two" not in outcome.out
     modules = json.loads(inspect(lora, opposite, "--together", "--json").out)["modules"]
     signs = {module["name"]: round(module["interference"], 6) for module in modules}

@@ -155,7 +155,7 @@ def inspect(
     or holds NaN or Inf. Only the model's header is read, however it is stored.
 
     Interference (--together) is 2·Σ<ΔWᵢ, ΔWⱼ> / Σ‖ΔWᵢ‖²: 0 for unrelated LoRAs,
-    100 % for two equal ones, -100 % where they cancel each other.
+    +100 % for two equal ones, -100 % where they cancel each other.
     """
     with importing():
         from sigmascope.lora.inspect import inspect_lora

@@ -10,13 +10,13 @@ from sigmascope.cli.console import (
     layer,
     listed,
     number,
-    percent,
     plain,
     print_json,
     progress_bar,
     table,
     title,
 )
+from sigmascope.units import UNKNOWN, percent_change
 
 if TYPE_CHECKING:
     from sigmascope.lora.together import LorasTogether
@@ -45,7 +45,7 @@ def _print(console: Console, report: "LorasTogether", *, verbose: bool) -> None:
     rows += [
         ("Sum ‖Σ ΔW‖", number(total.sum_norm)),
         ("If they were unrelated", number(total.unrelated_norm)),
-        ("Interference", percent(total.interference)),
+        ("Interference", _interference(total.interference)),
         ("Modules that two or more change", f"{len(shared)} of {len(report.modules)}"),
     ]
     console.print(facts(rows))
@@ -61,10 +61,14 @@ def _print(console: Console, report: "LorasTogether", *, verbose: bool) -> None:
                 " + ".join(map(number, module.norms)),
                 number(module.sum_norm),
                 number(module.unrelated_norm),
-                percent(module.interference),
+                _interference(module.interference),
             )
             for module in shown
         )
         console.print(table("Module", "Strengths", "Sum", "Unrelated", "Interference", rows=cells))
     unknown = [f"{module.name}: {module.unavailable}" for module in report.modules if module.unavailable]
     listed(console, "Not added up", unknown)
+
+
+def _interference(share: float | None) -> str:
+    return UNKNOWN if share is None else percent_change(share)
