@@ -318,11 +318,11 @@ def find_leaks(run: Run) -> tuple[Finding, ...]:
 @rule(_LEAK, "warning", about="memory", looks_at="run")
 def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
     """A stage or step leaves more memory in use each time it runs."""
-    by_name: dict[str, list[Stage]] = {}
+    by_work: dict[tuple[str, ...], list[Stage]] = {}
     for stage in run.walk():
-        by_name.setdefault(stage.name, []).append(stage)
+        by_work.setdefault(_work_of(stage), []).append(stage)
     outermost = {stage.name for stage in run.stages}
-    for name, stages in by_name.items():
+    for (name, *_), stages in by_work.items():
         for measures in after_each(stages):
             for where, readings, inside in measures:
                 leak = _leak(name, "call", where, readings, is_alike=_did_alike(stages))
@@ -334,6 +334,14 @@ def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
                 leak = _leak(name, "step", where, readings)
                 if leak is not None:
                     yield leak
+
+
+def _work_of(stage: Stage) -> tuple[str, ...]:
+    """The stage's name; of loading, with what was loaded: each model of a pipeline adds to what is in use."""
+    if stage.name != "model_loading":
+        return (stage.name,)
+    loaded = (facts.class_name for facts in stage.modules.values())
+    return (stage.name, *(str(stage.facts.get(name)) for name in ("source", "subfolder")), *sorted(loaded))
 
 
 def _did_alike(stages: Sequence[Stage]) -> bool:

@@ -112,6 +112,17 @@ def test_a_run_with_a_leak_has_a_finding_for_process_and_device() -> None:
     assert findings[0].stage == "text_encoding"
 
 
+def test_the_models_of_a_pipeline_are_no_leak_and_one_that_is_loaded_again_and_again_is() -> None:
+    def loaded(i: int, subfolder: str) -> Stage:
+        one = stage(i * 5 * MIB, (i + 1) * 5 * MIB, name="model_loading")
+        return replace(one, facts={"source": "sd15", "subfolder": subfolder})
+
+    parts = ("unet", "vae", "text_encoder", "text_encoder_2", "safety_checker", "image_encoder")
+    assert find_leaks(run([loaded(i, part) for i, part in enumerate(parts)])) == ()
+    again = find_leaks(run([loaded(i, "unet") for i in range(6)]))
+    assert {finding.stage for finding in again} == {"model_loading"}
+
+
 def test_a_device_counter_is_exact() -> None:
     findings = find_leaks(run([stage(i * 512, (i + 1) * 512) for i in range(20)]))
     assert [finding.evidence["where"] for finding in findings] == ["cuda:0"]
