@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics import diagnose, find_stage_findings
 from sigmascope.analysis.lora_state import OPEN_VERDICTS, acting_lora, idle_lora, spoiling_lora
 from sigmascope.lora.verdict import VERDICTS
 from sigmascope.records.run import Finding, Run, Stage
 from sigmascope.reports.html import to_html
 
 ZEROS = {"id": "lora_is_zero", "severity": "warning", "message": "The LoRA changes nothing: all are zero."}
+WEAK = {"id": "lora_arrives_weak", "severity": "warning", "message": "Only 2 % of the LoRA arrives."}
+NOISY = {"id": "lora_arrives_noisy", "severity": "warning", "message": "The LoRA arrives with noise."}
 REMARK = {"id": "lora_inactive", "severity": "info", "message": "a remark"}
 
 
@@ -54,7 +56,7 @@ def test_loras_that_ended_without_effect_are_the_first_sentence(stages: tuple[St
 @pytest.mark.parametrize(
     "stages",
     [
-        (call(ZEROS), applied(True, share=0.199)),
+        (call(ZEROS), applied(True, share=0.199), call()),
         (applied(False, ZEROS), applied(True, share=0.199)),
         (applied(True, share=0.199), applied(False, REMARK), call()),
     ],
@@ -211,11 +213,16 @@ def test_a_fault_beside_the_same_set_again_is_no_reason_why_loras_do_nothing() -
     assert acting_lora(run) is not None
 
 
-def changed(loras: dict[str, Any]) -> Stage:
+def changed(loras: dict[str, Any], *findings: dict[str, Any]) -> Stage:
     """A change of strengths of LoRAs, or one that took some off: by 0.15 of the weights."""
     changes = {"relative_change": 0.15, "predicted": True}
-    facts = {"effective": True, "findings": [], "unet_weight_changes": changes, "clip_weight_changes": {}}
-    facts["unet_lora_patches"] = {"loras": loras}
+    facts = {
+        "effective": True,
+        "findings": [*findings],
+        "unet_weight_changes": changes,
+        "clip_weight_changes": {},
+    }
+    facts["unet_lora_patches"] = {"loras": loras, "total_patched_keys": len(loras)}
     return Stage("lora_application", 0.0, 0.1, facts={"lora_application": facts})
 
 
@@ -225,7 +232,7 @@ def changed(loras: dict[str, Any]) -> Stage:
         ({"a": lora(0.05, lazy=9)}, "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."),
         (
             {"a": lora(0.05, lazy=9), "b": lora(0.2, merged=3, inactive=1), "c": lora(0.3, inactive=2)},
-            "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser.",
+            "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser. LoRA c is off or of strength 0.",
         ),
         ({"a": lora(None, lazy=9)}, "The LoRA acts."),
         ({"a": lora(0.05, inactive=9), "b": lora(None, failed=1)}, None),
@@ -238,6 +245,51 @@ def test_a_lora_acts_as_it_is_on_the_model_now_not_as_it_changed_last(
     loras: dict[str, Any], words: str | None
 ) -> None:
     assert acting_lora(run_of(applied(True, share=0.2), changed(loras), call())) == words
+
+
+def test_a_lora_of_zeros_beside_others_is_named() -> None:
+    loras = {"a": lora(0.05, lazy=9), "b": {**lora(0.0, lazy=9), "delta_norm": 0.0}}
+    words = "is 5 % in the denoiser. LoRA b changes nothing: all its changes are zero."
+    assert acting_lora(run_of(changed(loras), call())) == f"The LoRA acts: ‖ΔW‖ / ‖W‖ {words}"
+
+
+def test_a_lora_that_was_loaded_after_all_calls_ran_in_none() -> None:
+    loras = {"a": lora(0.05, lazy=9)}
+    words = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."
+    assert acting_lora(run_of(changed(loras), call())) == words
+    assert acting_lora(run_of(call(), changed(loras))) == f"{words} No call has run since this change."
+    assert acting_lora(run_of(changed(loras))) == words
+
+
+@pytest.mark.parametrize(
+    ("finding", "words"),
+    [
+        (WEAK, WEAK["message"]),
+        (NOISY, f"The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser. {NOISY['message']}"),
+    ],
+    ids=["weak", "noisy"],
+)
+def test_what_arrived_of_a_fused_lora_is_said_in_place_of_what_was_confirmed(
+    finding: dict[str, Any], words: str
+) -> None:
+    loaded, fused = changed({"a": lora(0.05, lazy=9)}), changed({"a": lora(0.05, merged=9)}, finding)
+    assert acting_lora(run_of(loaded, fused, call())) == words
+    assert acting_lora(run_of(loaded, fused, taken_off("unload_lora_weights", False), call())) == (
+        words if finding is WEAK else words.replace("denoiser.", "denoiser. It is in the weights.")
+    )
+
+
+def test_a_call_after_a_lora_was_taken_off_has_none() -> None:
+    loaded, off = changed({"a": lora(0.05, lazy=9)}), taken_off("unload_lora_weights", True)
+    off.facts["lora_application"]["unet_weight_changes"] = {"predicted": True}
+    assert acting_lora(run_of(loaded, call(), off)) is None
+    words = "No LoRA acts: unload_lora_weights took off what was on, before the last call."
+    assert acting_lora(run_of(loaded, off, call())) == words
+
+
+def test_a_remark_on_how_loras_are_set_is_that_of_the_last_change() -> None:
+    several = [changed({}, {**REMARK, "message": text}) for text in ("first", "last")]
+    assert [one.message for one in find_stage_findings(run_of(*several))] == ["last"]
 
 
 def call_that_scales(**loras: dict[str, Any]) -> Stage:

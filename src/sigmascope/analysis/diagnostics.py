@@ -159,11 +159,29 @@ def _as_one(alike: list[tuple[Finding, int | None]]) -> Finding:
 
 
 def find_stage_findings(run: Run) -> list[Finding]:
-    """The findings that analyses put on their stages, in the order of the stages; of idle LoRAs each kind once."""
-    findings = [finding for stage in run.walk() for finding in _findings_in_analysis(stage)]
+    """The findings that analyses put on their stages, in the order of the stages; of idle LoRAs each kind once.
+
+    A remark on how LoRAs are set is given as the last change left them.
+    """
+    by_stage = [(stage, [*_findings_in_analysis(stage)]) for stage in run.walk()]
+    last = {_subject_of(stage): stage for stage, _ in by_stage if stage.facts.get(stage.name) is not None}
+    findings = [
+        finding
+        for stage, found in by_stage
+        for finding in found
+        if finding.id not in _AS_IT_STANDS or last.get(_subject_of(stage)) is stage
+    ]
     known = {finding.id for finding in findings}
     idle = [finding for stage in run.walk() for finding in _read(stage.facts.get(IDLE_LORAS), stage)]
     return findings + list({finding.id: finding for finding in idle if finding.id not in known}.values())
+
+
+_AS_IT_STANDS: Final = frozenset({"lora_inactive"})
+"""Remarks on how LoRAs are set, which a later change of the same models replaces."""
+
+
+def _subject_of(stage: Stage) -> tuple[str, object]:
+    return stage.name, stage.facts.get("component")
 
 
 def _findings_in_analysis(stage: Stage) -> Iterator[Finding]:

@@ -233,20 +233,44 @@ def acting_lora(run: Run) -> str | None:
             for name, side in ((denoiser, "unet"), ("text encoders", "clip"))
             if _stays_in_weights(run, stage, side)
         ]
-        return f"The LoRA acts in the {' and the '.join(left)}: it is in the weights." if left else None
+        if left:
+            return f"The LoRA acts in the {' and the '.join(left)}: it is in the weights."
+        return _taken_off(run, stage)
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
     in_weights = is_on and _is_in_weights(run, stage)
     since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None
     if since is not None:
         before = f" ‖ΔW‖ / ‖W‖ was {' and '.join(sizes)} before." if sizes else ""
         return since + before if since else None
+    arrives = {told["id"]: str(told["message"]) for told in _on_arriving(run, stage)}
+    if _WEAK in arrives:
+        return arrives[_WEAK]
     confirmed = sum(
         check.get("result") == "confirmed" for _, changes, _ in sides for check in _checks(changes)
     )
     words = f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "The LoRA acts."
     words += " It is in the weights." if in_weights else ""
     words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
+    words += "".join(dict.fromkeys(said for _, _, patches in sides for said in _beside_acting(patches)))
+    words += _not_run_since(run, stage)
+    if _NOISY in arrives:
+        return f"{words} {arrives[_NOISY]}"
     return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
+
+
+_WEAK, _NOISY = "lora_arrives_weak", "lora_arrives_noisy"
+
+
+def _on_arriving(run: Run, change: Stage) -> list[Mapping[str, Any]]:
+    """The findings on what arrived in the weights, as the last change left the LoRAs that are on the models."""
+    stages = [*run.walk()]
+    for stage in reversed(stages[stages.index(change) :]):
+        analysis = _mapping(stage.facts.get(_FACT))
+        sides = [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+        if any(side.get("total_patched_keys") for side in sides):
+            told = map(_mapping, analysis.get("findings") or ())
+            return [finding for finding in told if finding.get("id") in (_WEAK, _NOISY)]
+    return []
 
 
 def _is_in_weights(run: Run, change: Stage) -> bool:
@@ -399,6 +423,46 @@ def _last_change(run: Run) -> Stage | None:
     if not changes or changes[-1][1].get("effective") is not True or idle_lora(run) is not None:
         return None
     return changes[-1][0]
+
+
+def _beside_acting(patches: Mapping[str, Any]) -> Iterator[str]:
+    """Of a model on which some LoRAs act, what the others do, as sentences."""
+    acting = _acting(patches)
+    for name, lora in _mapping(patches.get("loras")).items() if acting else ():
+        if name in acting:
+            continue
+        states = _mapping(lora).get("states")
+        if _mapping(states).keys() == {"inactive"}:
+            yield f" LoRA {name} is off or of strength 0."
+        elif _mapping(lora).get("delta_norm") == 0.0:
+            yield f" LoRA {name} changes nothing: all its changes are zero."
+
+
+def _calls_after(run: Run, change: Stage) -> tuple[list[Stage], bool]:
+    """The calls that began after a change, and whether there was one before it."""
+    stages = [*run.walk()]
+    place = stages.index(change)
+    calls = [stage for stage in stages[place + 1 :] if stage.name == GENERATION]
+    return calls, any(stage.name == GENERATION for stage in stages[:place])
+
+
+def _not_run_since(run: Run, change: Stage) -> str:
+    """That the last change came after all calls, as a sentence; "" if not, or if there are none."""
+    calls, is_later = _calls_after(run, change)
+    return " No call has run since this change." if is_later and not calls and not _is_in_call(change) else ""
+
+
+def _is_in_call(change: Stage) -> bool:
+    return change.facts.get(_AFTER_STEP) is not None
+
+
+def _taken_off(run: Run, change: Stage) -> str | None:
+    """That calls ran after the last change took LoRAs off, if any did."""
+    calls, _ = _calls_after(run, change)
+    method = change.facts.get("method")
+    if not calls or method not in _TAKE_OFF:
+        return None
+    return f"No LoRA acts: {method} took off what was on, before the last call."
 
 
 def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -47,7 +47,7 @@ from sigmascope.stages.schema import (
 )
 from sigmascope.stages.signed_patches import begin_contents
 from sigmascope.stages.weight_verdict import NOT_SEEN, is_below_any_bit
-from sigmascope.units import counted
+from sigmascope.units import counted, first_few
 
 STAGE: Final = "lora_application"
 _ABOUT_NAMES: Final = {id for id, row in LOADERS.items() if row.about_names} | {"lora_controlnet"}
@@ -119,7 +119,8 @@ def application_findings(
     known = {finding.id for finding in findings}
     if "lora_not_finite" in known:  # what it was merged into holds NaN too
         findings = [finding for finding in findings if finding.id != "weights_not_finite"]
-    distinct = {(finding.id, finding.message): finding for finding in of_file if finding.id not in known}
+    named = [_named(finding, models, before) for finding in of_file]
+    distinct = {(finding.id, finding.message): finding for finding in named if finding.id not in known}
     findings += distinct.values()
     file_is_why = any(finding.id in _FILE_IS_WHY for finding in of_file)
     if in_conditioning and not effective.value and not file_is_why:
@@ -139,6 +140,15 @@ def application_findings(
         findings += beside_merged(now)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     return [replace(finding, stage=STAGE) for finding in findings]
+
+
+def _named(finding: Finding, models: _Models, before: Sequence[AppliedPatch]) -> Finding:
+    """A finding on a file by the name of its LoRA, where others are on the models too."""
+    on = {name for _, _, patches in models for name in patches["loras"]}
+    new = sorted(on - {patch.source for patch in before})
+    if len(on) < 2 or len(new) != 1:
+        return finding
+    return replace(finding, message=finding.message.replace("The LoRA ", f"The LoRA {new[0]} ", 1))
 
 
 def file_findings(
@@ -347,7 +357,9 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
         count = counted(waiting, "change is", "changes are")
         yield verdict_finding("lora_registered_only", evidence, model=name, count=count)
     if inactive := states.get("inactive"):
-        count = counted(inactive, "change is", "changes are")
+        names = [name for name, lora in patches["loras"].items() if lora["states"].get("inactive")]
+        of = f" of {first_few(names, 3)}" if len(patches["loras"]) > 1 else ""
+        count = f"{counted(inactive, 'change')}{of} {'is' if inactive == 1 else 'are'}"
         evidence = {"inactive": inactive, "keys": total}
         yield verdict_finding("lora_inactive", evidence, model=name, count=count)
 

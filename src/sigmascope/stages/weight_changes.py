@@ -236,7 +236,8 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
             key: judge_weight(weight, explained.get(key), sampled.get(key))
             for key, weight in evidence.items()
         }
-    for key, arrival in arrived(evidence).items():
+        arrivals = arrived(evidence)
+    for key, arrival in arrivals.items():
         verdicts[key] = replace(verdicts[key], arrival=arrival)
     for key in scales.keys() & verdicts.keys():
         verdicts[key] = in_numbers(verdicts[key], scales[key])
@@ -251,7 +252,7 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
                 verdicts[key] = replace(verdict, is_effective=None, unread=why)
     for key, verdict in verdicts.items():
         is_told = verdict.is_effective is not False or verdict.unread or verdict.is_as_predicted is False
-        if evidence[key].content_changed or is_told:
+        if evidence[key].content_changed or is_told or verdict.arrival is not None:
             yield key, verdict
 
 
