@@ -289,6 +289,10 @@ _MODEL_METHODS: Final = (
     "delete_adapter",
 )
 """Those of single models, diffusers' and transformers'."""
+_MODEL_LOADERS: Final = {
+    "load_lora_adapter": ("diffusers.loaders.peft", "PeftAdapterMixin"),
+    "load_attn_procs": ("diffusers.loaders.unet", "UNet2DConditionLoadersMixin"),
+}
 _INJECTS: Final = "inject_adapter"
 """What `get_peft_model` and `inject_adapter_in_model` end in, a method of PEFT's tuners."""
 _LOADS_INTO_NEW: Final = "from_pretrained"
@@ -316,6 +320,14 @@ class LoraObserver(Observer):
         """Hear PEFT, now or when it is imported."""
         self.when_loaded(_INJECTS, "peft.tuners.tuners_utils", "BaseTuner", self._put_on_tuner)
         self.when_loaded(_LOADS, "peft.peft_model", "PeftModel", self._put_on_model)
+        for method, (module, kind) in _MODEL_LOADERS.items() if self.session.is_everywhere else ():
+            put_on = functools.partial(self._put_on_loader, method)
+            self.when_loaded(method, module, kind, put_on)
+
+    def _put_on_loader(self, method: str, kind: type) -> None:
+        """Hear a loader of any model: where every pipeline is watched, it may be called before its pipeline is."""
+        if method in vars(kind):
+            self.hook_attribute(kind, method, functools.partial(self._before, method))
 
     def _put_on_tuner(self, kind: type) -> None:
         if _INJECTS in vars(kind):
@@ -528,7 +540,7 @@ _BESIDE_TENSORS: Final = ("network_alphas", "metadata")
 
 
 def lora_source(args: Arguments, kwargs: Keywords) -> str | dict[str, Tensor] | None:
-    """What a loader is given: a LoRA's file that is here, or its tensors. None: it is not known, or not here yet.
+    """What a loader is given: a LoRA's file, or its tensors. None: it is not known, or not here yet.
 
     Of a folder, and of a name on the hub in its cache, it is the file that diffusers takes. Never raises.
     """
@@ -547,11 +559,21 @@ def _lora_source(args: Arguments, kwargs: Keywords) -> str | dict[str, Tensor] |
     if path.is_file():
         return str(path)
     weight_name, subfolder = kwargs.get("weight_name"), kwargs.get("subfolder")
+    if _is_local(str(source)) and not path.exists():
+        return str(path)  # that it is missing is what there is to say of it
     if not path.is_dir():
         return _in_cache(str(source), weight_name or f"{_PIPELINE_FILE}.safetensors", kwargs)
     name = weight_name or _file_of_lora(file.name for file in path.iterdir())
     file = None if name is None else path / (subfolder or "") / name
-    return str(file) if file is not None and file.is_file() else None
+    return str(file) if file is not None and (weight_name or file.is_file()) else None
+
+
+def _is_local(source: str) -> bool:
+    """Whether it can only be a path, and no name on the hub."""
+    return source.startswith((".", "~")) or Path(source).is_absolute() or Path(source).suffix in _OF_WEIGHTS
+
+
+_OF_WEIGHTS: Final = frozenset({".safetensors", ".bin", ".ckpt", ".pt", ".pth"})
 
 
 def _file_of_lora(names: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ from tests.integrations.diffusers.marks import left_behind
 from typer.testing import CliRunner
 
 import sigmascope
-from sigmascope.analysis.lora_state import idle_lora
+from sigmascope.analysis.lora_state import acting_lora, idle_lora
 from sigmascope.cli.root import app
 from sigmascope.records.run import Run, Stage
 
@@ -46,6 +46,43 @@ def test_a_lora_for_another_model_is_found_out(tmp_path: Path) -> None:
     analysis = run.stage("lora_application").facts["lora_application"]
     assert not analysis["effective"]
     assert "lora_matches_nothing" in {finding["id"] for finding in analysis["findings"]}
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize("is_everywhere", [True, False])
+def test_a_model_s_loader_is_heard_before_its_pipeline_is_known(
+    is_everywhere: bool, pipeline: Any, tmp_path: Path
+) -> None:
+    """A watch of all pipelines meets each at its first call. Another pipeline's model is no matter of a watch of one."""
+    path = write(lora_state(pipeline, parts_of("sd15", encoders=False)), tmp_path / "style.safetensors")
+    with sigmascope.watch() if is_everywhere else sigmascope.watch(make_pipeline("sd15")) as run:
+        pipeline.unet.load_lora_adapter(str(path))
+        pipeline.unet.load_lora_adapter(str(path), prefix="unet")
+    found = [stage.facts["lora_application"]["effective"] for stage in lora_stages(run.record())]
+    assert found == ([False, True] if is_everywhere else [])
+    assert left_behind() == []
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_a_lora_of_several_is_called_by_its_name(pipeline: Any, tmp_path: Path) -> None:
+    """Diffusers makes the last one that is loaded the only active one, until all are set."""
+    for seed, name in enumerate(("one", "zeros", "two")):
+        state = lora_state(pipeline, parts_of("sd15", encoders=False), seed=seed, only="to_q")
+        state = {key: value * (name != "zeros") for key, value in state.items()}
+        write(state, tmp_path / f"{name}.safetensors")
+    with sigmascope.watch(pipeline) as run:
+        for name in ("one", "zeros", "two"):
+            pipeline.load_lora_weights(str(tmp_path / f"{name}.safetensors"), adapter_name=name)
+        pipeline.set_adapters(["one", "two", "zeros"], [1.0, 0.0, 1.0])
+    stages = lora_stages(run.record())
+    told = {finding["id"]: finding["message"] for finding in stages[1].facts["lora_application"]["findings"]}
+    assert told["lora_is_zero"].startswith("The LoRA zeros changes nothing: ")
+    told = {finding["id"]: finding["message"] for finding in stages[3].facts["lora_application"]["findings"]}
+    assert told["lora_inactive"] == "Denoiser: 20 changes of two are off or of strength 0."
+    acts = acting_lora(run.record())
+    assert acts is not None
+    assert " LoRA two is off or of strength 0." in acts
+    assert " LoRA zeros changes nothing: all its changes are zero." in acts
 
 
 def test_every_method_is_a_stage_in_order(pipeline: Any, tmp_path: Path) -> None:

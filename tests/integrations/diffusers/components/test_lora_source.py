@@ -65,6 +65,21 @@ def test_what_cannot_be_read_is_not_known(source: object, given: dict[str, Any])
     assert lora_source((source,), given) is None
 
 
+@pytest.mark.parametrize("name", ["style.safetensors", "folder/style.safetensors", "./style", "~/style"])
+def test_a_path_to_nothing_is_told_by_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers takes it for a name on the hub, and its error speaks of that."""
+    monkeypatch.chdir(tmp_path)
+    assert lora_source((name,), {}) == str(Path(name))
+    assert lora_source((tmp_path,), {"weight_name": "a.safetensors"}) == str(tmp_path / "a.safetensors")
+    model = nn.ModuleDict({"to_q": nn.Linear(8, 6)})
+    baseline = capture_lora_baseline({"unet": model}, None, lora_source((name,), {}))
+    found = analyze_lora_application_results(baseline, {"unet": model}, None, (model, None))
+    assert found["findings"][0]["id"] == "lora_unreadable"
+    assert "does not exist" in found["findings"][0]["message"]
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize(
     ("state", "reason"),
