@@ -367,6 +367,26 @@ def test_a_family_without_a_loader_is_said_only_of_its_own_names(tmp_path: Path)
     assert (reading.taken, reading.unavailable.get("loader")) == (None, None)
 
 
+def test_the_first_sentence_says_who_loads_nothing_of_a_file_that_matches(
+    pipelines: Pipelines, save: Save, tmp_path: Path
+) -> None:
+    """What diffusers and ComfyUI make of Sigmascope's own names is in the docs' table of loaders."""
+    pipelines("sd15").unet.save_pretrained(tmp_path / "unet")
+    path = save(pipelines("sd15"), "unet", format="native")
+    command = ["lora", "inspect", str(path), "--model", str(tmp_path / "unet")]
+    said = " ".join(CliRunner().invoke(app, command).output.split())
+    some = "181 modules of the LoRA match unet, but diffusers 0.42 with PEFT loads none of this file."
+    assert said.startswith(f"All {some}")
+
+
+def test_a_long_reason_leaves_room_for_the_host_s_name(tmp_path: Path) -> None:
+    layer = "unet.foo_of_a_trainer.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    state = {f"{layer}.lora_{end}.weight": torch.ones(8, 8) for end in "AB"}
+    save_file(state, tmp_path / "odd.safetensors")
+    said = CliRunner().invoke(app, ["lora", "inspect", str(tmp_path / "odd.safetensors")]).output
+    assert all(host.title in said for host in HOSTS)
+
+
 def test_inspect_ends_with_what_hosts_make_of_the_file(pipelines: Pipelines, save: Save) -> None:
     path = with_header(save(pipelines("flux"), "transformer"))
     said = CliRunner().invoke(app, ["lora", "inspect", str(path)]).output

@@ -550,6 +550,7 @@ def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
             missing=len(missing),
             modules=total,
             are=_are(missing),
+            why=why,
             first=_named(missing),
         )
 

@@ -22,7 +22,15 @@ from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeErro
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import align, layout_for
 from sigmascope.lora.factors import LoraFactors, scale_of_factors
-from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, is_layer_of, layout_of
+from sigmascope.lora.families import (
+    UNET_FAMILIES,
+    ModelLayout,
+    Part,
+    Shapes,
+    family_named,
+    is_layer_of,
+    layout_of,
+)
 from sigmascope.lora.families.known import PARTS_BY_ENCODER, must_have
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.file_family import FileFamily, file_family, title_of
@@ -388,6 +396,10 @@ class MismatchReasons:
             return None
         part = parsed.parts[0]
         title = _PART_TITLES.get(part, part.replace("_", " "))
+        encoders = family_named(self._model_family).encoders
+        if part.startswith("text_encoder") and encoders and part not in encoders:
+            family = title_of(self._model_family)
+            return Mismatch("other_architecture", f"it is for the {title}, which {family} does not have")
         reason: Reason = "text_encoder_missing" if part.startswith("text_encoder") else "part_missing"
         return Mismatch(reason, f"it is for the {title}, which was not given")
 

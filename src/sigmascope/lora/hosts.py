@@ -38,7 +38,7 @@ from sigmascope.lora.verdict import verdict_finding
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.units import counted
 
-__all__ = ["HOSTS", "HostReading", "host_readings", "readings_and_findings"]
+__all__ = ["HOSTS", "HostReading", "host_readings", "loading_nothing", "readings_and_findings"]
 
 
 class Host(NamedTuple):
@@ -683,6 +683,18 @@ def _first_number(header: Mapping[str, str], fields: Sequence[str]) -> float | N
             if isfinite(number) and number > 0:
                 return number
     return None
+
+
+def loading_nothing(readings: Sequence[HostReading]) -> list[str]:
+    """The newest hosts whose loaders take no module of the file."""
+    return [
+        reading.host
+        for reading in _newest(readings)
+        if not any(
+            part.taken != 0 for part in (reading, reading.encoders) if part is not None and part.modules
+        )
+        and reading.modules
+    ]
 
 
 def _newest(readings: Iterable[HostReading]) -> list[HostReading]:

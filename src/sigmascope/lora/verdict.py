@@ -61,9 +61,7 @@ class VerdictRow(NamedTuple):
 
 
 _OF_MODULES: Final = "{count} of {modules} {words}{families}: {first}."
-_SET_STRENGTH: Final = (
-    "Set its strength: set_adapters in diffusers, strength_model and strength_clip in ComfyUI."
-)
+_SET_STRENGTH: Final = "Set its strength: set_adapters in diffusers (lora_scale if you fuse it), strength_model and strength_clip in ComfyUI."
 VERDICTS: Final[dict[str, VerdictRow]] = {
     # By what is in the file.
     "lora_unreadable": VerdictRow("critical", "{why}", "{advice}"),
@@ -363,8 +361,9 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_partly_loaded": VerdictRow(
         "error",
-        "{missing} of the file's {modules} {are} not on the model: {first}.",
-        "Run sigmascope lora inspect FILE --model MODEL: it says why, module by module.",
+        "{missing} of the file's {modules} {are} not on the model ({why}): {first}.",
+        "If the model has these layers, the loader does not read their names: sigmascope lora convert FILE NEW --format peft "
+        "(comfyui for ComfyUI). sigmascope lora inspect FILE --model MODEL says why, module by module.",
     ),
     "lora_not_applicable": VerdictRow(
         "error",
@@ -693,6 +692,31 @@ def _why_no_norm(module: ModuleVerdict) -> dict[str, str]:
     return unread | {"delta_norm": f"what a {module.kind} change does depends on the model's weight"}
 
 
+_SAY_IT_ALL: Final = frozenset({"controlnet", "text_encoder_missing", "part_missing"})
+"""Reasons of which a module's detail says no more than their words."""
+
+
+def match_sentence(verdict: LoraVerdict, model: str) -> str:
+    """How many modules match a model, and the reason of most that do not.
+
+    Args:
+        verdict: With its modules.
+        model: The model's name.
+    """
+    matched, count = len(verdict.matched), len(verdict.modules)
+    some = f"All {count} modules" if matched == count > 1 else f"{matched} of {counted(count, 'module')}"
+    said = f"{some} of the LoRA {'matches' if matched == 1 else 'match'} {model}"
+    if not verdict.unmatched:
+        return f"{said}."
+    reason, most = max(verdict.reasons.items(), key=lambda item: item[1])
+    first = next(module for module in verdict.unmatched if module.reason == reason)
+    others = len(verdict.unmatched) - most
+    more = f"; {others} more {'does' if others == 1 else 'do'} not match for other reasons" if others else ""
+    detail = "" if reason in _SAY_IT_ALL else first.detail
+    why = _families(verdict, reason) or (f" ({detail})" if detail else "")
+    return f"{said}: {most} {MISMATCHES[reason].words(most)}{why}{more}."
+
+
 def verdict_findings(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding, ...]:
     """What is wrong with a LoRA on a model, the worst first.
 
@@ -766,7 +790,8 @@ def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
 
 
 def _families(verdict: LoraVerdict, reason: Reason) -> str:
-    if reason != "other_architecture":
+    details = (module.detail or "" for module in verdict.unmatched if module.reason == reason)
+    if reason != "other_architecture" or not any("the file is for" in detail for detail in details):
         return ""
     own = title_of(verdict.file_family) if verdict.file_family else "a U-Net"
     return f" (the file is for {own} by {verdict.family_evidence}, the model is {title_of(verdict.model_family)})"
@@ -930,12 +955,13 @@ def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:
         if module.name.startswith(start) and family.loses("comfyui", "peft", module.name.removeprefix(start))
     ]
     if verdict.format == "peft" and lost:
+        denoiser = [module for module in verdict.modules if module.part == "denoiser"]
         yield Finding(
             "lora_comfyui_loses_attention",
             "warning",
-            f"ComfyUI does not find {len(lost)} of the {_modules(verdict)} by these names: all attention "
+            f"ComfyUI does not find {len(lost)} of the denoiser's {counted(len(denoiser), 'module')} by these names: all attention "
             "projections. It only warns in its log.",
-            {"modules": len(lost), "of": len(verdict.modules), "first": lost[0].name},
+            {"modules": len(lost), "of": len(denoiser), "first": lost[0].name},
             "For ComfyUI, convert the file to kohya's or ComfyUI's format (sigmascope lora convert).",
         )
 

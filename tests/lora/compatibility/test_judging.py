@@ -12,7 +12,7 @@ from tests.families import FAMILIES
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lora.compatibility import judge_lora
-from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.lora.verdict import LoraVerdict, match_sentence
 
 Pipelines = Callable[[str], Any]
 Save = Callable[..., Path]
@@ -106,6 +106,42 @@ def test_a_lora_of_text_encoders_alone_matches_no_denoiser(pipelines: Pipelines,
     path = save(pipelines("sdxl"), "text_encoder", "text_encoder_2", format="kohya")
     assert only_reason(judge_lora(path, pipelines("sdxl").unet)) == "text_encoder_missing"
     assert judge_lora(path, pipelines("sdxl")).fits
+
+
+def test_an_encoder_that_the_family_does_not_have_is_another_architecture_s(
+    pipelines: Pipelines, save: Save
+) -> None:
+    verdict = judge_lora(save(pipelines("sdxl"), "text_encoder_2"), pipelines("sd15"))
+    assert only_reason(verdict) == "other_architecture"
+    assert (
+        verdict.modules[0].detail
+        == "it is for the second text encoder, which Stable Diffusion 1.5 does not have"
+    )
+    assert "the file is for" not in verdict.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("parts", "ending"),
+    [
+        (("unet",), "All 181 modules of the LoRA match it."),
+        (
+            ("unet", "text_encoder"),
+            "181 of 193 modules of the LoRA match it: 12 are for a text encoder that was not given.",
+        ),
+    ],
+    ids=["all", "some"],
+)
+def test_a_sentence_says_what_matches_and_why_the_rest_does_not(
+    pipelines: Pipelines, save: Save, parts: tuple[str, ...], ending: str
+) -> None:
+    verdict = judge_lora(save(pipelines("sd15"), *parts), pipelines("sd15").unet)
+    assert match_sentence(verdict, "it") == ending
+
+
+def test_a_file_for_another_family_is_said_so_beside_what_matches(pipelines: Pipelines, save: Save) -> None:
+    verdict = judge_lora(save(pipelines("flux"), "transformer", "text_encoder"), pipelines("sd15"))
+    words = "50 are for another architecture (the file is for FLUX by its names, the model is Stable Diffusion 1.5)."
+    assert match_sentence(verdict, "it") == f"12 of 62 modules of the LoRA match it: {words}"
 
 
 def test_an_unknown_prefix_is_named(pipelines: Pipelines, save: Save) -> None:

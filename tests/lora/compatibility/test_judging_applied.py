@@ -101,6 +101,7 @@ def test_half_a_file_is_told(sd15: Any, save: Save) -> None:
     verdict = judge_applied(path, patches_of(sd15), sd15)
     assert 0 < len(verdict.there) < len(verdict.modules)
     assert [finding.id for finding in verdict.findings] == ["lora_partly_loaded"]
+    assert "not on the model (no LoRA is applied to its weights): " in verdict.findings[0].message
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

@@ -369,6 +369,7 @@ def _hosts(report: "LoraInspection") -> Table:
     if any(host.encoders for host in report.hosts):
         columns += ["Text encoders", "Strength"]
     made = table("Host", *columns, "Not known", left=("Not known",))
+    made.columns[-1].no_wrap = False  # a reason is a sentence, and would leave no room for the host's name
     for host in report.hosts:
         cells: list[str] = []
         reasons: list[str] = []
@@ -521,18 +522,21 @@ def _first_sentences(report: "LoraInspection", on_model: OnModel | None) -> Iter
     if arrives is not None:
         yield arrives
     elif decisive is None:
-        yield _match_sentence(on_model)
+        yield _match_sentence(report, on_model)
 
 
-def _match_sentence(on_model: OnModel) -> Text:
+def _match_sentence(report: "LoraInspection", on_model: OnModel) -> Text:
     from sigmascope.checkpoints.hub import model_name
+    from sigmascope.lora.hosts import loading_nothing
+    from sigmascope.lora.verdict import match_sentence
 
     verdict = on_model.verdict
-    matched, count = len(verdict.matched), len(verdict.modules)
-    matches = "matches" if matched == 1 else "match"
-    some = f"All {count} modules" if matched == count > 1 else f"{matched} of {counted(count, 'module')}"
-    style = "green" if matched == count else "bold red"
-    return plain(f"{some} of the LoRA {matches} {model_name(on_model.model)}.", style=style)
+    said = match_sentence(verdict, model_name(on_model.model))
+    refusing = loading_nothing(report.hosts) if not verdict.unmatched else []
+    if refusing:
+        said = f"{said.removesuffix('.')}, but {' and '.join(refusing)} load{'s' if len(refusing) == 1 else ''} none of this file."
+    style = "bold red" if verdict.unmatched else "yellow" if refusing else "green"
+    return plain(said, style=style)
 
 
 def _arrival_sentence(arrives: "Arrivals") -> Text | None:
