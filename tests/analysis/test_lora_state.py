@@ -1,16 +1,18 @@
 """What a run says of its LoRAs in the first lines."""
 
 from dataclasses import replace
+from html import unescape
 from typing import Any
 
 import pytest
 
 from sigmascope.analysis.breakdown import headline
 from sigmascope.analysis.diagnostics import diagnose, find_stage_findings
-from sigmascope.analysis.lora_state import OPEN_VERDICTS, acting_lora, idle_lora, spoiling_lora
+from sigmascope.analysis.lora_state import OPEN_VERDICTS, acting_lora, idle_lora, spoiling_lora, standing
 from sigmascope.lora.verdict import VERDICTS
-from sigmascope.records.run import Finding, Run, Stage
+from sigmascope.records.run import Finding, Run, Stage, Steps
 from sigmascope.reports.html import to_html
+from sigmascope.reports.markdown import to_markdown
 
 ZEROS = {"id": "lora_is_zero", "severity": "warning", "message": "The LoRA changes nothing: all are zero."}
 WEAK = {"id": "lora_arrives_weak", "severity": "warning", "message": "Only 2 % of the LoRA arrives."}
@@ -261,6 +263,17 @@ def test_a_lora_that_was_loaded_after_all_calls_ran_in_none() -> None:
     assert acting_lora(run_of(changed(loras))) == words
 
 
+@pytest.mark.parametrize(("over", "is_told"), [(1, False), (2, True)])
+def test_a_lora_that_came_after_the_last_step_of_a_call_ran_in_none(over: int, is_told: bool) -> None:
+    change = changed({"a": lora(0.05, lazy=9)})
+    change = replace(change, facts={**change.facts, "after_step": over})
+    steps = Steps(started=(0.2, 0.5), seconds=(0.2, 0.2))
+    inside = replace(call(), children=(Stage("denoising", 0.1, 8.0, steps=steps), change))
+    says = acting_lora(run_of(inside))
+    assert says is not None
+    assert (" No call has run since this change." in says) is is_told
+
+
 @pytest.mark.parametrize(
     ("finding", "words"),
     [
@@ -285,6 +298,33 @@ def test_a_call_after_a_lora_was_taken_off_has_none() -> None:
     assert acting_lora(run_of(loaded, call(), off)) is None
     words = "No LoRA acts: unload_lora_weights took off what was on, before the last call."
     assert acting_lora(run_of(loaded, off, call())) == words
+
+
+OPEN = {"id": "lora_encoder_not_run", "severity": "warning", "message": "Whether the LoRA acts is unknown."}
+
+
+@pytest.mark.parametrize(
+    ("stages", "words", "is_well"),
+    [
+        ((applied(False, ZEROS),), "does nothing", False),
+        ((call(OPEN),), "unknown", None),
+        ((changed({"a": lora(0.05, lazy=9)}), call()), "acts", True),
+        ((changed({"a": lora(0.05, merged=9)}, WEAK), call()), "arrives weak", False),
+        ((changed({"a": lora(0.05, merged=9)}, NOISY), call()), "arrives noisy", False),
+    ],
+    ids=["zeros", "not known", "acts", "weak", "noisy"],
+)
+def test_two_words_and_sentences_say_the_same_of_loras_on_every_surface(
+    stages: tuple[Stage, ...], words: str, is_well: bool | None
+) -> None:
+    run = run_of(*stages)
+    told = standing(run)
+    assert told is not None
+    assert (told.words, told.is_well) == (words, is_well)
+    page = to_html(run)
+    assert f">{words}<" in page.replace("\n", "")
+    assert told.says in unescape(page)
+    assert told.says in unescape(to_markdown(run))
 
 
 def test_a_remark_on_how_loras_are_set_is_that_of_the_last_change() -> None:

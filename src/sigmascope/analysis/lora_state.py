@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from math import isclose
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sigmascope import units
 from sigmascope.analysis.rules import Seen, rule
@@ -44,11 +44,46 @@ _AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
 
+class LoraStanding(NamedTuple):
+    """What a run says of its LoRAs: in two words, in sentences, and whether that is well; None of an open question."""
+
+    words: str
+    says: str
+    is_well: bool | None
+
+
+def standing(run: Run) -> LoraStanding | None:
+    """What becomes of the LoRAs of a run; None if it says nothing of any."""
+    idle, spoils, acts = idle_lora(run), spoiling_lora(run), acting_lora(run)
+    if idle is not None:
+        is_open = not _of_prompt(run) and _idle_finding(run).get("id") in OPEN_VERDICTS
+        return LoraStanding("unknown", idle, None) if is_open else LoraStanding("does nothing", idle, False)
+    if spoils is not None:
+        return LoraStanding("NaN or Inf", spoils, False)
+    if acts is None:
+        return None
+    if acts.startswith(_TAKEN_OFF):
+        return LoraStanding("taken off", acts, None)
+    change = _last_change(run)
+    arriving = {told["id"] for told in _on_arriving(run, change)} if change is not None else set()
+    if arriving:
+        return LoraStanding("arrives weak" if _WEAK in arriving else "arrives noisy", acts, False)
+    return LoraStanding("acts", acts, True)
+
+
 def idle_lora(run: Run) -> str | None:
     """Why the LoRAs do nothing, if that is how the last change or the last call left them, or none of a prompt's acts."""
     of_prompt = _of_prompt(run)
     if of_prompt:
         return _said(of_prompt) if all(one.get("effective") is False for one in of_prompt) else None
+    idle = _idle_finding(run)
+    if idle:
+        return str(idle["message"])
+    return next((seen.message for seen in lora_elsewhere(run)), None)
+
+
+def _idle_finding(run: Run) -> Mapping[str, Any]:
+    """The finding by which LoRAs do nothing as the last change or call left them; empty if there is none."""
     idle: Mapping[str, Any] = {}
     is_over = False  # once a call's LoRAs act
     for stage in run.walk():
@@ -65,9 +100,7 @@ def idle_lora(run: Run) -> str | None:
             idle, is_over = _cause(idle_in_call(stage)), True
         elif is_over and any(lora.get("active") for lora in _in_call(stage).values()):
             idle = {}
-    if idle:
-        return str(idle["message"])
-    return next((seen.message for seen in lora_elsewhere(run)), None)
+    return idle
 
 
 @rule("model.lora_elsewhere", "warning", about="the model", looks_at="run")
@@ -301,6 +334,7 @@ def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
     return any("merged" in _mapping(lora.get("states")) for lora in _acting(patches).values())
 
 
+_TAKEN_OFF: Final = "No LoRA acts:"
 _TAKE_OFF: Final = frozenset(
     {"delete_adapters", "merge_and_unload", "unload", "unload_lora", "unload_lora_weights"}
 )
@@ -449,11 +483,21 @@ def _calls_after(run: Run, change: Stage) -> tuple[list[Stage], bool]:
 def _not_run_since(run: Run, change: Stage) -> str:
     """That the last change came after all calls, as a sentence; "" if not, or if there are none."""
     calls, is_later = _calls_after(run, change)
-    return " No call has run since this change." if is_later and not calls and not _is_in_call(change) else ""
+    return (
+        " No call has run since this change."
+        if is_later and not calls and not _has_steps_left(run, change)
+        else ""
+    )
 
 
-def _is_in_call(change: Stage) -> bool:
-    return change.facts.get(_AFTER_STEP) is not None
+def _has_steps_left(run: Run, change: Stage) -> bool:
+    """Whether a call that LoRAs were changed in took a step after that."""
+    over = change.facts.get(_AFTER_STEP)
+    around = (
+        call for call in run.walk() if call.name == GENERATION and any(one is change for one in call.walk())
+    )
+    steps = sum(len(stage.steps) for call in around for stage in call.walk())
+    return isinstance(over, int) and over < steps
 
 
 def _taken_off(run: Run, change: Stage) -> str | None:
@@ -462,7 +506,7 @@ def _taken_off(run: Run, change: Stage) -> str | None:
     method = change.facts.get("method")
     if not calls or method not in _TAKE_OFF:
         return None
-    return f"No LoRA acts: {method} took off what was on, before the last call."
+    return f"{_TAKEN_OFF} {method} took off what was on, before the last call."
 
 
 def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

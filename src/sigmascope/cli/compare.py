@@ -704,12 +704,15 @@ def _as_dict(run: "Run") -> dict[str, Any]:
     from dataclasses import asdict
 
     from sigmascope.analysis.breakdown import headline, run_findings, time_breakdown
+    from sigmascope.analysis.lora_state import standing
 
+    loras = standing(run)
     return {
         "name": run.name,
         "started_at": run.started_at,
         "seconds": run.seconds,
         "headline": headline(run),
+        "loras": None if loras is None else loras._asdict(),
         "time": [{"label": row.label, **asdict(row)} for row in time_breakdown(run)],
         "findings": [asdict(finding) for finding in run_findings(run)],
     }

@@ -36,7 +36,7 @@ from sigmascope.analysis.breakdown import (
     time_breakdown,
     times_in_words,
 )
-from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora
+from sigmascope.analysis.lora_state import idle_lora, standing
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import LORAS, NONE, recipe_groups, recipe_of
 from sigmascope.analysis.run_comparison import FigureComparison
@@ -337,14 +337,11 @@ def _peak_card(run: Run) -> dict[str, Any]:
 
 def _lora_card(run: Run) -> dict[str, Any]:
     """Whether the LoRAs of the run act, in two words and a sentence."""
-    why_not, spoils, acting = idle_lora(run), spoiling_lora(run), acting_lora(run)
+    told = standing(run)
     names = next((str(value) for name, value in recipe_of(run) if name == LORAS), None)
-    if why_not is not None:
-        return {"label": "LoRA", "figure": "does nothing", "note": why_not, "tone": "bad"}
-    if spoils is not None:
-        return {"label": "LoRA", "figure": "NaN or Inf", "note": spoils, "tone": "bad"}
-    if acting is not None:
-        return {"label": "LoRA", "figure": "acts", "note": acting, "tone": "good"}
+    if told is not None:
+        tone = "warn" if told.is_well is None else "good" if told.is_well else "bad"
+        return {"label": "LoRA", "figure": told.words, "note": told.says, "tone": tone}
     if names is None:
         return {"label": "LoRA", "figure": UNKNOWN, "note": "not looked at"}
     if names == NONE:
