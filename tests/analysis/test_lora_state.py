@@ -9,6 +9,7 @@ import pytest
 from sigmascope.analysis.breakdown import headline
 from sigmascope.analysis.diagnostics import diagnose, find_stage_findings
 from sigmascope.analysis.lora_state import OPEN_VERDICTS, acting_lora, idle_lora, spoiling_lora, standing
+from sigmascope.analysis.what_changed import what_changed
 from sigmascope.lora.verdict import VERDICTS
 from sigmascope.records.run import Finding, Run, Stage, Steps
 from sigmascope.reports.html import to_html
@@ -325,6 +326,17 @@ def test_two_words_and_sentences_say_the_same_of_loras_on_every_surface(
     assert f">{words}<" in page.replace("\n", "")
     assert told.says in unescape(page)
     assert told.says in unescape(to_markdown(run))
+
+
+def test_a_comparison_begins_with_what_became_of_the_lora() -> None:
+    good, zeros = run_of(changed({"a": lora(0.05, lazy=9)}), call()), run_of(applied(False, ZEROS), call())
+    acts = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."
+    worse, better = (what_changed([now], [was]).headline for now, was in ((zeros, good), (good, zeros)))
+    assert worse.startswith(f"{ZEROS['message']} Before, the LoRA acted.")
+    assert better.startswith(f"{acts} In the run before: {ZEROS['message']}")
+    assert "LoRA" not in what_changed([good], [good]).headline
+    assert "LoRA" not in what_changed([good], [run_of(call())]).headline
+    assert "LoRA" not in what_changed([zeros, good], [good]).headline
 
 
 def test_a_remark_on_how_loras_are_set_is_that_of_the_last_change() -> None:

@@ -20,7 +20,7 @@ def test_the_first_line_says_what_is_in_it_and_what_is_left_out() -> None:
 def test_a_lora_that_acts_is_told_below_the_verdict() -> None:
     changes = {"relative_change": 0.199}
     facts = {"lora_application": {"effective": True, "findings": [], "unet_weight_changes": changes}}
-    run = replace(RUN, stages=(*RUN.stages, Stage("lora_application", 0.0, 0.1, facts=facts)))
+    run = replace(RUN, stages=(Stage("lora_application", 0.0, 0.1, facts=facts), *RUN.stages))
     assert "**\n\nThe LoRA acts: ‖ΔW‖ / ‖W‖ is 20 % in the denoiser.\n" in to_markdown(run)
     assert "The LoRA" not in to_markdown(RUN)
 

@@ -44,6 +44,9 @@ _AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
 
+ACTS: Final = "acts"
+
+
 class LoraStanding(NamedTuple):
     """What a run says of its LoRAs: in two words, in sentences, and whether that is well; None of an open question."""
 
@@ -68,7 +71,7 @@ def standing(run: Run) -> LoraStanding | None:
     arriving = {told["id"] for told in _on_arriving(run, change)} if change is not None else set()
     if arriving:
         return LoraStanding("arrives weak" if _WEAK in arriving else "arrives noisy", acts, False)
-    return LoraStanding("acts", acts, True)
+    return LoraStanding(ACTS, acts, True)
 
 
 def idle_lora(run: Run) -> str | None:

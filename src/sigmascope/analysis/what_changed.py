@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from sigmascope import units
 from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
+from sigmascope.analysis.lora_state import ACTS, standing
 from sigmascope.analysis.recipe import (
     AT_ONCE,
     CACHED,
@@ -224,7 +225,8 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     if time is None and is_calm and (text or changes or rest):
         rest.append(_TIMES_ALLOWED if any(one.is_allowed for one in times) else _TIMES_AS_BEFORE)
     sentences += rest
-    if not any(sentences):
+    loras = _loras_in_words(new, baseline)
+    if not any(sentences) and loras is None:
         sentences = [_NOTHING_NOT_ALLOWED if any(one.is_allowed for one in compared) else _NOTHING]
     if time is not None and not is_comparable:
         sentences = [failed, *sentences[2:], time]  # what can be told comes first
@@ -233,7 +235,7 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run], *, limits: Limits 
     elif time is None:
         sentences.append(_parts_not_comparable(compared))
     return WhatChanged(
-        " ".join(filter(None, [*sentences, broken_off])),
+        " ".join(filter(None, [loras, *sentences, broken_off])),
         recipe,
         () if bare is not None else tuple((row.label, before, row.seconds) for row, before in rows),
         output,
@@ -261,6 +263,19 @@ def _broken_off(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
     ]
     text = f"{' and '.join(told)} broke off."
     return text[0].upper() + text[1:] if told else None
+
+
+def _loras_in_words(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
+    """What has become of the LoRAs, where those of all earlier runs did the one, and of all new ones the other."""
+    before, now = ([standing(run) for run in side] for side in (baseline, new))
+    if None in (*before, *now) or any(len({one.words for one in side if one}) != 1 for side in (before, now)):
+        return None
+    was, told = before[-1], now[-1]
+    if was is None or told is None or was.words == told.words:
+        return None
+    return (
+        f"{told.says} {'Before, the LoRA acted.' if was.words == ACTS else f'In the run before: {was.says}'}"
+    )
 
 
 def _failed_generations(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
