@@ -293,6 +293,20 @@ def test_what_arrived_of_a_fused_lora_is_said_in_place_of_what_was_confirmed(
     )
 
 
+@pytest.mark.parametrize(
+    ("share", "states", "does_nothing"),
+    [(0.004, {"merged": 9}, True), (0.02, {"merged": 9}, False), (0.004, {"merged": 9, "lazy": 1}, False)],
+    ids=["lost", "some arrives", "another acts beside"],
+)
+def test_a_lora_of_which_nothing_arrives_does_nothing(
+    share: float, states: dict[str, int], does_nothing: bool
+) -> None:
+    fused = changed({"a": lora(0.05, **states)}, {**WEAK, "evidence": {"share": share}})
+    run = run_of(changed({"a": lora(0.05, lazy=9)}), fused, call())
+    assert (idle_lora(run) == WEAK["message"]) is does_nothing
+    assert headline(run).startswith(WEAK["message"]) is does_nothing
+
+
 def test_a_call_after_a_lora_was_taken_off_has_none() -> None:
     loaded, off = changed({"a": lora(0.05, lazy=9)}), taken_off("unload_lora_weights", True)
     off.facts["lora_application"]["unet_weight_changes"] = {"predicted": True}

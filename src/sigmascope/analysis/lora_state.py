@@ -82,7 +82,31 @@ def idle_lora(run: Run) -> str | None:
     idle = _idle_finding(run)
     if idle:
         return str(idle["message"])
+    if (lost := _lost_in_merging(run)) is not None:
+        return lost
     return next((seen.message for seen in lora_elsewhere(run)), None)
+
+
+_NEXT_TO_NOTHING: Final = 0.01
+
+
+def _lost_in_merging(run: Run) -> str | None:
+    """That next to nothing arrived of LoRAs that are in the weights alone, if that is so."""
+    for stage in reversed([*run.walk()]):
+        analysis = _mapping(stage.facts.get(_FACT))
+        sides = [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+        if not any(side.get("total_patched_keys") for side in sides):
+            continue
+        states = {
+            state for side in sides for one in _acting(side).values() for state in _mapping(one.get("states"))
+        }
+        for told in map(_mapping, analysis.get("findings") or ()):
+            share = _mapping(told.get("evidence")).get("share")
+            is_lost = told.get("id") == _WEAK and isinstance(share, float) and abs(share) < _NEXT_TO_NOTHING
+            if is_lost and states <= {"merged", *_IDLE}:
+                return str(told["message"])
+        return None
+    return None
 
 
 def _idle_finding(run: Run) -> Mapping[str, Any]:
