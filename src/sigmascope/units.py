@@ -182,7 +182,7 @@ def format_size(size: int) -> str:
     for unit, factor in (("GB", 1024**3), ("MB", 1024**2), ("KB", 1024)):
         if size >= factor:
             return f"{size / factor:.4g} {unit}" if size < 1000 * factor else f"{size / factor:.0f} {unit}"
-    return f"{size} bytes"
+    return f"{size} byte" if size == 1 else f"{size} bytes"
 
 
 def parse_share(text: str, flag: str = "a share", most: float = 1.0) -> float:

@@ -379,6 +379,32 @@ def test_the_first_sentence_says_who_loads_nothing_of_a_file_that_matches(
     assert said.startswith(f"All {some}")
 
 
+def test_a_file_that_no_host_loads_has_its_next_step_and_loads_after_it(
+    pipelines: Pipelines, save: Save, tmp_path: Path
+) -> None:
+    """`unet.` before original names, as in OneTrainer's issue 885."""
+    state = load_file(save(pipelines("sdxl"), "unet", format="comfyui"))
+    path, mended = tmp_path / "one_trainer.safetensors", tmp_path / "NEW.safetensors"
+    save_file({key.replace("diffusion_model.", "unet."): value for key, value in state.items()}, path)
+    assert [of_host(path, host).taken for host in ("diffusers", "comfyui")] == [0, 0]
+    (finding,) = inspect_lora(path).findings
+    assert (finding.id, finding.severity) == ("lora_no_host", "warning")
+    assert finding.message.startswith("diffusers 0.42 with PEFT and ComfyUI 0.33 load nothing of the file")
+    assert "sigmascope lora convert" in (finding.advice or "")
+    for format, host in (("peft", "diffusers"), ("comfyui", "comfyui")):
+        convert_lora(path, mended, format)
+        assert of_host(mended, host).taken == of_host(mended, host).modules
+
+
+def test_embeddings_beside_a_lora_are_called_so(pipelines: Pipelines, save: Save, tmp_path: Path) -> None:
+    """As in OneTrainer's issue 485."""
+    state = load_file(save(pipelines("sd15"), "unet", format="kohya"))
+    save_file(state | {"bundle_emb.a name.clip_l": torch.ones(2, 16)}, tmp_path / "bundle.safetensors")
+    findings = judge_lora(tmp_path / "bundle.safetensors", pipelines("sd15")).findings
+    (unused,) = (finding for finding in findings if finding.id == "lora_unused_keys")
+    assert "embeddings of words" in (unused.advice or "")
+
+
 def test_a_long_reason_leaves_room_for_the_host_s_name(tmp_path: Path) -> None:
     layer = "unet.foo_of_a_trainer.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     state = {f"{layer}.lora_{end}.weight": torch.ones(8, 8) for end in "AB"}

@@ -34,6 +34,7 @@ def test_what_is_no_size_is_refused_with_the_flag(text: str) -> None:
 @pytest.mark.parametrize(
     ("size", "text"),
     [
+        (1, "1 byte"),
         (999, "999 bytes"),
         (104_857_600, "100 MB"),
         (1536, "1.5 KB"),

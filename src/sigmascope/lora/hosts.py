@@ -653,6 +653,14 @@ def _host_findings(
             second=_in_words(second),
             how=_conversion(files, path),
         )
+    elif refusing := loading_nothing(readings):
+        yield verdict_finding(
+            "lora_no_host",
+            {"hosts": ", ".join(refusing), "modules": first.modules},
+            hosts=" and ".join(refusing),
+            load="loads" if len(refusing) == 1 else "load",
+            how=_conversion(files, path),
+        )
 
 
 _HEADER_ALPHAS: Final = ("alpha", "lora_alpha", "network_alpha", "ss_network_alpha")

@@ -215,6 +215,9 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_hosts_differ": VerdictRow(
         "warning", "Hosts apply the file differently: {first}; {second}.", "Convert the file{how}."
     ),
+    "lora_no_host": VerdictRow(
+        "warning", "{hosts} {load} nothing of the file by the names that it has.", "Convert the file{how}."
+    ),
     "lora_alpha_unread": VerdictRow(
         "warning",
         "The header has alpha {alpha} for rank {rank}, which is strength {strength}, and no tensor repeats it: hosts apply the LoRA at strength 1.",
@@ -817,7 +820,14 @@ def _unused(verdict: LoraVerdict) -> Iterator[Finding]:
             "info",
             f"{counted(len(verdict.unused_keys), 'key of the file belongs', 'keys of the file belong')} to no module: {shown}.",
             {"keys": len(verdict.unused_keys), "first": verdict.unused_keys[0]},
+            _WORDS_IN_BUNDLE if any(key.startswith("bundle_emb.") for key in verdict.unused_keys) else None,
         )
+
+
+_WORDS_IN_BUNDLE: Final = (
+    "What begins with bundle_emb. are embeddings of words that OneTrainer put beside the LoRA. Where a host leaves them out, these words "
+    "mean nothing in a prompt: train again with the embeddings in files of their own, or do without the words."
+)
 
 
 def _modules(verdict: LoraVerdict) -> str:
