@@ -191,7 +191,7 @@ def _sides_of(
     else:
         raise ConfigError(
             "compare needs two runs, or --baseline with the runs from before the change.",
-            hint="sigmascope compare before.json after.json, or sigmascope compare after --baseline before.",
+            hint="sigmascope compare before.json after.json, or sigmascope compare after --baseline before. A run alone is compared if it was kept (sigmascope runs).",
         )
     return sides, named
 

@@ -483,6 +483,8 @@ class MismatchReasons:
             return "the model has no bias with that name"
         if self._model_family == "unknown":
             return "the model, whose family is not known, has no layer with that name"
+        if self._model_family in UNET_FAMILIES:  # of which no list of layers is kept
+            return "the model has no layer with that name"
         return f"{title_of(self._model_family)} has no layer with that name"
 
 
