@@ -235,7 +235,7 @@ def changed(loras: dict[str, Any], *findings: dict[str, Any]) -> Stage:
         ({"a": lora(0.05, lazy=9)}, "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."),
         (
             {"a": lora(0.05, lazy=9), "b": lora(0.2, merged=3, inactive=1), "c": lora(0.3, inactive=2)},
-            "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser. LoRA c is off or of strength 0.",
+            "The LoRAs act: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser. LoRA c is off or of strength 0.",
         ),
         ({"a": lora(None, lazy=9)}, "The LoRA acts."),
         ({"a": lora(0.05, inactive=9), "b": lora(None, failed=1)}, None),
@@ -340,6 +340,19 @@ def test_two_words_and_sentences_say_the_same_of_loras_on_every_surface(
     assert f">{words}<" in page.replace("\n", "")
     assert told.says in unescape(page)
     assert told.says in unescape(to_markdown(run))
+
+
+@pytest.mark.parametrize(
+    ("id", "message", "words"),
+    [
+        ("lora_without_values", "Denoiser: 9 changes are without values.", "without values"),
+        ("lora_not_finite", "Denoiser: the LoRA's changes of 9 weights hold NaN or Inf.", "NaN or Inf"),
+    ],
+)
+def test_what_spoils_a_picture_has_its_own_two_words(id: str, message: str, words: str) -> None:
+    spoils = {"id": id, "severity": "error", "message": message, "evidence": {"acting": 9}}
+    told = standing(run_of(changed({"a": lora(None, lazy=9)}, spoils), call()))
+    assert told == (words, message, False)
 
 
 def test_a_comparison_begins_with_what_became_of_the_lora() -> None:

@@ -62,7 +62,7 @@ def standing(run: Run) -> LoraStanding | None:
         is_open = not _of_prompt(run) and _idle_finding(run).get("id") in OPEN_VERDICTS
         return LoraStanding("unknown", idle, None) if is_open else LoraStanding("does nothing", idle, False)
     if spoils is not None:
-        return LoraStanding("NaN or Inf", spoils, False)
+        return LoraStanding("without values" if " without values" in spoils else "NaN or Inf", spoils, False)
     if acts is None:
         return None
     if acts.startswith(_TAKEN_OFF):
@@ -308,7 +308,9 @@ def acting_lora(run: Run) -> str | None:
     confirmed = sum(
         check.get("result") == "confirmed" for _, changes, _ in sides for check in _checks(changes)
     )
-    words = f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "The LoRA acts."
+    acting = {name for _, _, patches in sides for name in _acting(patches)}
+    words = "The LoRAs act" if len(acting) > 1 else "The LoRA acts"
+    words += f": ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "."
     words += " It is in the weights." if in_weights else ""
     words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
     words += "".join(dict.fromkeys(said for _, _, patches in sides for said in _beside_acting(patches)))
