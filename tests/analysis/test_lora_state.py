@@ -355,6 +355,21 @@ def test_what_spoils_a_picture_has_its_own_two_words(id: str, message: str, word
     assert told == (words, message, False)
 
 
+def test_a_new_adapter_that_ran_untrained_is_told_as_new() -> None:
+    untrained = {
+        "id": "lora_untrained",
+        "severity": "info",
+        "message": "The new adapter changes nothing yet.",
+    }
+    run = run_of(applied(False, untrained), call(ZEROS))
+    assert idle_lora(run) == untrained["message"]
+    assert [one.id for one in find_stage_findings(run)] == ["lora_untrained"]
+    assert (
+        idle_lora(run_of(applied(False, untrained), applied(True, share=0.1), call(ZEROS)))
+        == ZEROS["message"]
+    )
+
+
 def test_a_comparison_begins_with_what_became_of_the_lora() -> None:
     good, zeros = run_of(changed({"a": lora(0.05, lazy=9)}), call()), run_of(applied(False, ZEROS), call())
     acts = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."

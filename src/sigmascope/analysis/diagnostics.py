@@ -172,6 +172,7 @@ def find_stage_findings(run: Run) -> list[Finding]:
         if finding.id not in _AS_IT_STANDS or last.get(_subject_of(stage)) is stage
     ]
     known = {finding.id for finding in findings}
+    known |= {lora_state.IS_ZERO} if lora_state.UNTRAINED in known else set()
     idle = [finding for stage in run.walk() for finding in _read(stage.facts.get(IDLE_LORAS), stage)]
     return findings + list({finding.id: finding for finding in idle if finding.id not in known}.values())
 

@@ -45,6 +45,8 @@ _AS_BEFORE: Final = "lora_as_before"
 
 
 ACTS: Final = "acts"
+UNTRAINED, IS_ZERO = "lora_untrained", "lora_is_zero"
+"""The finding on an adapter that was made anew, and on one that may have been loaded so."""
 
 
 class LoraStanding(NamedTuple):
@@ -112,12 +114,15 @@ def _lost_in_merging(run: Run) -> str | None:
 def _idle_finding(run: Run) -> Mapping[str, Any]:
     """The finding by which LoRAs do nothing as the last change or call left them; empty if there is none."""
     idle: Mapping[str, Any] = {}
+    new: Mapping[str, Any] = {}  # that the last change made an adapter anew
     is_over = False  # once a call's LoRAs act
     for stage in run.walk():
         analysis = stage.facts.get(_FACT)
         if stage.facts.get(_AFTER_STEP):
             continue  # of the steps before it says nothing
         if isinstance(analysis, Mapping):
+            told = map(_mapping, analysis.get("findings") or ())
+            new = next((finding for finding in told if finding.get("id") == UNTRAINED), {})
             if _is_idle(analysis):
                 idle = _cause(analysis.get("findings"))
                 is_over = idle.get("id") in _STATES_OF_CALLS
@@ -125,6 +130,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
                 idle = {}
         elif idle_in_call(stage):
             idle, is_over = _cause(idle_in_call(stage)), True
+            idle = new if new and idle.get("id") == IS_ZERO else idle
         elif is_over and any(lora.get("active") for lora in _in_call(stage).values()):
             idle = {}
     return idle
