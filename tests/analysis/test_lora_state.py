@@ -517,7 +517,7 @@ A, B = "LoRA a: 7 of 7 modules used.", "LoRA b: 0 of 7 modules used; The LoRA ch
         ([ACTS], None, A),
         ([IDLE], B, None),
         ([IDLE, IDLE], f"{B} {B}", None),
-        ([IDLE, ACTS], None, A),
+        ([IDLE, ACTS], None, f"{A} {B}"),
         ([IDLE, UNKNOWN], None, None),
         ([], None, None),
     ],

@@ -277,12 +277,16 @@ def _spoilt(analysis: Mapping[str, Any]) -> str | None:
 
 
 def acting_lora(run: Run) -> str | None:
-    """How strongly the LoRAs act, if they do as the last change left them and do not spoil all that they make."""
+    """How strongly the LoRAs act, if they do as the last change left them and do not spoil all that they make.
+
+    Of a prompt of which some LoRAs act, all are named, these first.
+    """
     stage = _last_change(run)
     if spoiling_lora(run) is not None:
         return None
-    if of_prompt := [one for one in _of_prompt(run) if one.get("effective") is True]:
-        return _said(of_prompt)
+    of_prompt = _of_prompt(run)
+    if any(one.get("effective") is True for one in of_prompt):
+        return _said(sorted(of_prompt, key=lambda one: one.get("effective") is not True))
     if stage is None:
         return None
     last, component = _mapping(stage.facts.get(_FACT)), stage.facts.get("component")
