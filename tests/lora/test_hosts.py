@@ -422,3 +422,35 @@ def test_inspect_ends_with_what_hosts_make_of_the_file(pipelines: Pipelines, sav
     stated = json.loads(CliRunner().invoke(app, ["lora", "inspect", "--json", str(path)]).output)
     assert [host["taken"] for host in stated["hosts"]] == [50, 50, 50]
     assert [finding["id"] for finding in stated["findings"]] == ["lora_hosts_differ"]
+
+
+@pytest.mark.parametrize(
+    ("unet", "encoder", "known"),
+    [
+        ("lora_unet_{}.lora_down", "lora_te_{}.lora_down", True),
+        ("unet.{}.lora_A", "text_encoder.{}.lora_A", True),
+        ("lora_unet_{}.lora_down", "text_encoders.clip_l.transformer.{}.lora_down", True),
+        ("unet.{}.lora_A", "lora_te_{}.lora_down", False),
+        ("lora_unet_{}.lora_down", "text_encoder.{}.lora_A", False),
+        ("unet.{}.lora_down", "lora_te_{}.lora_down", False),
+    ],
+)
+def test_what_diffusers_makes_of_parts_with_other_kinds_of_names_is_left_open(
+    tmp_path: Path, unet: str, encoder: str, known: bool
+) -> None:
+    """It lost either part of most such mixtures: of the fourth the encoder, of the fifth the U-Net, which were told as taken."""
+    paths = {
+        unet: "mid_block.attentions.0.transformer_blocks.0.attn1.to_q",
+        encoder: "text_model.encoder.layers.0.self_attn.out_proj",
+    }
+    state: dict[str, Tensor] = {}
+    for name, path in paths.items():
+        down = name.format(path.replace(".", "_") if "_{}" in name else path)
+        up = down.replace("lora_down", "lora_up").replace("lora_A", "lora_B")
+        state |= {f"{down}.weight": torch.ones(4, 768), f"{up}.weight": torch.ones(768, 4)}
+    save_file(state, tmp_path / "lora.safetensors", {"modelspec.architecture": "stable-diffusion-v1"})
+    reading = of_host(tmp_path / "lora.safetensors")
+    assert reading.encoders is not None
+    for part in (reading, reading.encoders):
+        assert (part.taken is not None) == known
+        assert known or "not measured together" in part.unavailable["taken"]

@@ -65,6 +65,7 @@ _STARTS: Final = (
     "",
 )
 _PEFT_START: Final = "base_model.model."
+_COMFYUI_ENCODER: Final = "text_encoders.{}.transformer."
 _FACTORS: Final = frozenset(
     f"{end}{alpha}" for end in ("A", "A.default", "down", "lora.down", "lokr") for alpha in ("", "+alpha")
 )
@@ -428,6 +429,7 @@ def _diffusers(file: _File) -> tuple[_Module, ...]:
     endings -= {NORM_SCALE}  # it goes with BFL's factors
     if endings <= _NEVER_IN_DIFFUSERS:
         return ()
+    _require_one_kind(file)
     if len(endings) > 1 or len(starts) > 1:
         raise _Unknown("its modules have different kinds of names or tensors")
     start, ending = starts.pop(), endings.pop()
@@ -555,6 +557,9 @@ def _of_encoders(file: _File) -> tuple[_Module, ...]:
     _require_in_comfyui(file)
     rows, known = _encoder_rows(file), _known_of_encoders(file)
     if file.host.name == "diffusers":
+        if file.modules:
+            _diffusers(file)  # what it makes of the rest is known only if this is
+        _require_one_kind(file)
         found = tuple(module for module in known if not _is_lost(module, known))
         return () if _is_refused(known) else found
     measured = {encoder for row in rows for encoder in row.encoders.split()}
@@ -626,6 +631,23 @@ def _goes_with_encoders(file: _File) -> bool:
         return True
     all_peft = all(module.ending == "A" for module in file.encoders)
     return all_peft or len(known) == len(file.encoders)
+
+
+def _require_one_kind(file: _File) -> None:
+    """Leave open what diffusers makes of a file whose parts have names of different kinds: it converts a file as a whole.
+
+    Such a mixture was measured once: kohya's names for a U-Net, and ComfyUI's for its encoder.
+    """
+    ways = {
+        (module.start.endswith("_"), module.ending.partition("+")[0])
+        for module in (*file.modules, *file.encoders)
+        if module.ending != NORM_SCALE
+    }
+    family, starts = file.family, {module.start for module in file.encoders}
+    of_two = family.is_unet and ways == {(True, "down"), (False, "down")} and starts == {_COMFYUI_ENCODER}
+    refuses = not (family.is_unet or family.name == "sd3") and (False, "lora.down") in ways
+    if file.modules and file.encoders and (refuses or (len(ways) > 1 and not of_two)):
+        raise _Unknown("such names of its denoiser and of its text encoders were not measured together")
 
 
 def _encoder_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
