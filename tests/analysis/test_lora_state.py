@@ -73,6 +73,61 @@ def test_loras_that_act_at_the_end_have_a_line_with_their_strength(stages: tuple
     )
 
 
+STYLE = {"strength": [1.0, 1.0], "layers": 8, "active": 8, "content": "a"}
+WORDS = {**STYLE, "layers": 4, "active": 3, "call_scale": 0.5}
+OFF = {**STYLE, "active": 0}
+MIXED = {**STYLE, "strength": [0.5, 1.0], "merged": 8}
+
+
+def looked_at(*findings: dict[str, Any], **loras: dict[str, Any]) -> Stage:
+    """A call with LoRAs, which were looked at."""
+    by_name = {name.replace("__", "."): lora for name, lora in loras.items()}
+    return Stage("generation", 0.2, 8.0, facts={"recipe": {"loras": by_name}, "idle_loras": list(findings)})
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        (
+            (looked_at(unet__style=STYLE),),
+            "The LoRA acts in the call: style on 8 layers of unet at strength 1.",
+        ),
+        (
+            (looked_at(ZEROS, unet__style=STYLE), looked_at(unet__style=STYLE, text_encoder__style=WORDS)),
+            "The LoRA acts in the last call: style on 8 layers of unet at strength 1 and "
+            "3 layers of text_encoder at strength 1, which the call scales by 0.5.",
+        ),
+        (
+            (looked_at(unet__b=MIXED, unet__a=STYLE, unet__c=OFF),),
+            "At least one of the LoRAs acts in the call: a on 8 layers of unet at strength 1; "
+            "b on 8 layers of unet at strength 0.5 to 1, merged.",
+        ),
+    ],
+)
+def test_loras_that_were_there_before_the_watch_are_said_to_act(stages: tuple[Stage, ...], says: str) -> None:
+    run = run_of(*stages)
+    assert acting_lora(run) == f"{says} ‖ΔW‖ / ‖W‖ is told of what is loaded inside the watch."
+    assert says in unescape(to_html(run))
+    told = standing(run)
+    assert told is not None
+    assert (told.words, told.is_well) == ("acts", True)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        looked_at(ZEROS, unet__style=STYLE),
+        looked_at(unet__style=OFF),
+        looked_at(),
+        Stage("generation", 0.2, 8.0, facts={"recipe": {"loras": {"unet.style": STYLE}}}),
+        replace(looked_at(unet__style=STYLE), error="RuntimeError"),
+    ],
+    ids=["they do nothing", "they are off", "there are none", "nobody looked", "the call failed"],
+)
+def test_loras_that_were_there_before_are_not_said_to_act(stage: Stage) -> None:
+    assert acting_lora(run_of(stage)) is None
+
+
 def call_with(strength: float | None, active: int = 2, content: str = "a") -> Stage:
     """A call with "style" on the U-Net; without any LoRA where there is no strength."""
     style = {"strength": [strength, strength], "layers": 2, "active": active, "content": content}

@@ -288,7 +288,7 @@ def acting_lora(run: Run) -> str | None:
     if any(one.get("effective") is True for one in of_prompt):
         return _said(sorted(of_prompt, key=lambda one: one.get("effective") is not True))
     if stage is None:
-        return None
+        return _on_before(run)
     last, component = _mapping(stage.facts.get(_FACT)), stage.facts.get("component")
     denoiser = component if isinstance(component, str) else "denoiser"
     sides = [
@@ -328,6 +328,38 @@ def acting_lora(run: Run) -> str | None:
     if _NOISY in arrives:
         return f"{words} {arrives[_NOISY]}"
     return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
+
+
+def _on_before(run: Run) -> str | None:
+    """That LoRAs act in the last call which were on the models when the watch began, if they do; of several, that one does."""
+    stages = [*run.walk()]
+    calls = [stage for stage in stages if RECIPE in stage.facts]
+    if not calls or any(_FACT in stage.facts for stage in stages):
+        return None
+    last = calls[-1]
+    loras = {name: lora for name, lora in _in_call(last).items() if lora.get("active")}
+    # The look at them is there, and found none that does nothing; it may have failed, or not be over.
+    if not loras or last.error is not None or IDLE_LORAS not in last.facts or idle_in_call(last):
+        return None
+    by_adapter: dict[str, list[str]] = {}
+    for name, lora in loras.items():
+        component, _, adapter = name.partition(".")
+        on = f"{units.counted(int(lora['active']), 'layer')} of {component}{_strength_in_call(lora)}"
+        by_adapter.setdefault(adapter, []).append(on)
+    names = [f"{adapter} on {' and '.join(parts)}" for adapter, parts in sorted(by_adapter.items())]
+    acts = "The LoRA acts" if len(names) == 1 else "At least one of the LoRAs acts"
+    where = "in the call" if len(calls) == 1 else "in the last call"
+    listed = units.first_few(names, between="; ")
+    return f"{acts} {where}: {listed}. ‖ΔW‖ / ‖W‖ is told of what is loaded inside the watch."
+
+
+def _strength_in_call(lora: Mapping[str, Any]) -> str:
+    strengths = sorted({float(one) for one in lora.get("strength") or ()})
+    words = " to ".join(f"{one:g}" for one in strengths)
+    merged = ", merged" if lora.get("merged") else ""
+    scale = lora.get("call_scale")
+    scaled = f", which the call scales by {scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
+    return f"{f' at strength {words}' if words else ''}{merged}{scaled}"
 
 
 _WEAK, _NOISY = "lora_arrives_weak", "lora_arrives_noisy"

@@ -242,7 +242,7 @@ def _active_on(component: str, loras: Loras) -> Loras:
 
 
 def begin_idle_lora_findings(
-    pipeline: object, loras: Loras, seen: SeenInCall
+    pipeline: object, loras: Loras, seen: SeenInCall, scales: Mapping[str, tuple[str, float]]
 ) -> Pending[list[dict[str, Any]]]:
     """Why the LoRAs of a call do nothing, where none of them acts, or why that is not known.
 
@@ -253,6 +253,7 @@ def begin_idle_lora_findings(
         pipeline: What was called.
         loras: As `loras_of` gives them now.
         seen: Of the call, which is over.
+        scales: What it multiplies them by, as `scales_of_call` gives it.
     """
     changes = [change for change in seen.changes if change.after_step]
     if changes:
@@ -272,7 +273,6 @@ def begin_idle_lora_findings(
     detour = _detour_in(pipeline, running)
     if detour is not None:
         return Pending(lambda: [_not_seen(detour)])
-    scales = scales_of_call(pipeline, seen)
     scaled = {name: argument for name, (argument, scale) in scales.items() if scale == 0}
     beside = [*_off_in_base(pipeline, loras), *_beside_merged(pipeline, loras)]
     if running and not scaled and not _is_to_be_looked_at(running):

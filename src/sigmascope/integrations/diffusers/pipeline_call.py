@@ -231,9 +231,7 @@ class CallObserver(Observer):
         drawn = read("watch.recipe", lambda: _drawn_from(global_states, arguments))
         recipe |= {} if drawn is None else {"global_states": drawn}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
-        idle = read("watch.lora", lambda: begin_idle_lora_findings(pipeline, loras or {}, seen_in_call))
-        if loras:
-            read("watch.lora", lambda: _note_scales(loras, scales_of_call(pipeline, seen_in_call)))
+        idle = read("watch.lora", lambda: _begin_look_at_loras(pipeline, loras or {}, seen_in_call))
         contents = [
             *tensors.values(),
             *(models or {}).values(),
@@ -252,8 +250,8 @@ class CallObserver(Observer):
             stage.fact(RECIPE, {**recipe, "models": fingerprints, "loras": None if loras is None else known})
             for name, reading in readings.items():
                 stage.account_for(f"{RECIPE}.models.{name}", reading)
-            found = idle.result() if idle is not None and idle.has_arrived() else []
-            if found:
+            found = idle.result() if idle is not None and idle.has_arrived() else None
+            if found or (loras and found is not None):
                 stage.fact(IDLE_LORAS, found)
 
         tell()
@@ -285,6 +283,15 @@ class CallObserver(Observer):
                     for name, prompt in kept.items()
                 },
             )
+
+
+def _begin_look_at_loras(
+    pipeline: object, loras: Mapping[str, dict[str, Any]], seen: SeenInCall
+) -> Pending[list[dict[str, Any]]]:
+    """Note with the LoRAs of a call what scales them, and begin to find out why they do nothing, if they do."""
+    scales = scales_of_call(pipeline, seen) if loras else {}
+    _note_scales(loras, scales)
+    return begin_idle_lora_findings(pipeline, loras, seen, scales)
 
 
 def _note_scales(loras: Mapping[str, dict[str, Any]], scales: Mapping[str, tuple[str, float]]) -> None:

@@ -67,6 +67,23 @@ class Program:
         return moved, told(watching.record())
 
 
+def test_a_lora_that_was_there_before_the_watch_is_said_to_act_if_it_does() -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    state = lora_state(pipeline, ["unet"], size=0.3)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    for factors, acts in ((state, True), (zeros, False)):
+        pipeline.unload_lora_weights()
+        pipeline.load_lora_weights(dict(factors), adapter_name="style")
+        layers = sum(hasattr(module, "lora_A") for module in pipeline.unet.modules())
+        with sigmascope.watch(pipeline) as watching:
+            picture = generate(pipeline, "sd15", num_inference_steps=1)
+        said = acting_lora(watching.record())
+        assert torch.equal(picture, bare) is not acts
+        assert (said is not None) is acts
+        assert said is None or f"style on {layers} layers of unet at strength 1." in said
+
+
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "flux"])
 def test_a_text_encoders_lora_acts_through_the_embeddings_that_were_made_with_it(family: str) -> None:
     program = Program(family)
