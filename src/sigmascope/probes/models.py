@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.files import short_path
-from sigmascope.probes.module_tree import ModuleTree, registered, tree_of
+from sigmascope.probes.module_tree import ModuleTree, once_a_look, registered, tree_of
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
 from sigmascope.probes.tensors import places_of
 from sigmascope.records.run import (
@@ -447,7 +447,9 @@ def denoisers_of(model: object) -> list[object]:
 
 def components_of(thing: object) -> Mapping[str, object]:
     """The components of a pipeline; empty for anything else."""
-    components = None if isinstance(thing, nn.Module) else getattr(thing, "components", None)
+    if isinstance(thing, nn.Module):
+        return {}
+    components = once_a_look("components", thing, lambda: getattr(thing, "components", None))
     return components if isinstance(components, Mapping) else {}
 
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sigmascope.probes.reading import PROBE_ERRORS, attribute
 
-_Derived = TypeVar("_Derived")
+_Found = TypeVar("_Found")
 _OWN: Final = operator.attrgetter("__dict__")
 _CHILDREN: Final = operator.itemgetter("_modules")
 _PARAMETERS: Final = operator.itemgetter("_parameters")
@@ -74,11 +74,11 @@ class ModuleTree:
     hooked: Sequence[Mapping[str, Any]]
     rerouted: Sequence[Mapping[str, Any]]
 
-    def derive(self, what: object, find: Callable[[], _Derived]) -> _Derived:
+    def derive(self, what: object, find: Callable[[], _Found]) -> _Found:
         """What `find` gives, which must hold no module (see `indices`), and depend on places and classes alone."""
         if what not in self.derived:
             self.derived[what] = find()
-        found: _Derived = self.derived[what]
+        found: _Found = self.derived[what]
         return found
 
     def indices(self, modules: Iterable[nn.Module]) -> list[int]:
@@ -170,6 +170,7 @@ class _Part:
     child_hashes: list[int]
     may_have_weights: list[bool]
     may_have_buffers: list[bool]
+    are_called: list[bool]
 
 
 @dataclass(slots=True)
@@ -204,25 +205,24 @@ class _Outline:
                 return None
             modules += some
             own += of_some
-            weighted = compress(of_some, part.may_have_weights)
-            tensors += _tensors_of(weighted, [*compress(of_some, part.may_have_buffers)])
-            rerouted += _rerouted_among(of_some)
+            tensors += _parameters_in(compress(of_some, part.may_have_weights))
+            tensors += _buffers_in([*compress(of_some, part.may_have_buffers)])
+            rerouted += _rerouted_among([*compress(of_some, part.are_called)])
         hooked = self.hooks.of(own)
         return ModuleTree(modules, self.names, own, self.shape, self.derived, tensors, hooked, rerouted)
 
 
-def _tensors_of(
-    with_weights: Iterable[Mapping[str, Any]], with_buffers: Sequence[Mapping[str, Any]]
-) -> Iterator[Tensor]:
-    """Parameters and buffers, each as what is in a module's `__dict__` has them."""
-    yield from filter(
-        _IS_SET, chain.from_iterable(map(_VALUES, filter(None, map(_PARAMETERS, with_weights))))
-    )
-    for own in compress(with_buffers, map(_BUFFERS, with_buffers)):
+def _parameters_in(owns: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
+    return filter(_IS_SET, chain.from_iterable(map(_VALUES, filter(None, map(_PARAMETERS, owns)))))
+
+
+def _buffers_in(owns: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
+    """Those that a state dict has."""
+    for own in compress(owns, map(_BUFFERS, owns)):
         transient = own.get("_non_persistent_buffers_set") or ()
-        yield from (
-            buffer for name, buffer in own["_buffers"].items() if buffer is not None and name not in transient
-        )
+        for name, buffer in own["_buffers"].items():
+            if buffer is not None and name not in transient:
+                yield buffer
 
 
 _VALUES: Final = operator.methodcaller("values")
@@ -260,12 +260,12 @@ def _rerouted_among(owns: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, 
 _OUTLINES: "weakref.WeakKeyDictionary[nn.Module, _Outline]" = weakref.WeakKeyDictionary()
 
 
-_LOOK: "ContextVar[dict[int, ModuleTree] | None]" = ContextVar("trees of this look", default=None)
+_LOOK: "ContextVar[dict[tuple[str, int], tuple[object, Any]] | None]" = ContextVar("this look", default=None)
 
 
 @contextmanager
 def one_look() -> Iterator[None]:
-    """A block in which nothing of the host's runs: each model's modules are compared once, and no garbage is collected.
+    """A block in which nothing of the host's runs: what stays is asked `once_a_look`, and no garbage is collected.
 
     What a look makes is gone after it. While it is there, the collector would count it as new, and go through everything
     that the process has: a third of a second where diffusers is loaded.
@@ -283,14 +283,20 @@ def one_look() -> Iterator[None]:
         _LOOK.reset(outer)
 
 
-def tree_of(model: nn.Module) -> ModuleTree:
-    """The modules of a model as they are now."""
+def once_a_look(what: str, thing: object, find: Callable[[], _Found]) -> _Found:
+    """What `find` gives of a thing, asked once while a look lasts; outside of one each time."""
     seen = _LOOK.get()
     if seen is None:
-        return _tree_now(model)
-    if id(model) not in seen:
-        seen[id(model)] = _tree_now(model)
-    return seen[id(model)]
+        return find()
+    if (what, id(thing)) not in seen:
+        seen[what, id(thing)] = thing, find()  # it is kept, so that no other gets its id
+    found: _Found = seen[what, id(thing)][1]
+    return found
+
+
+def tree_of(model: nn.Module) -> ModuleTree:
+    """The modules of a model as they are now."""
+    return once_a_look("modules", model, lambda: _tree_now(model))
 
 
 def _tree_now(model: nn.Module) -> ModuleTree:
@@ -309,7 +315,7 @@ def _tree_now(model: nn.Module) -> ModuleTree:
     # A module that was never initialised has none of its dictionaries.
     whole = [one for one in own if one.keys() >= _HOLDERS]
     hooked = [one for one in whole if any(_HOOKS_OF(one))]
-    tensors = [*_tensors_of(whole, whole)]
+    tensors = [*_parameters_in(whole), *_buffers_in(whole)]
     return ModuleTree(modules, names, own, shape, {}, tensors, hooked, [*_rerouted_among(own)])
 
 
@@ -437,6 +443,7 @@ def _part(
             may and (kind not in _LEAVES or bool(one["_buffers"]))
             for may, kind, one in zip(may_have_weights, kinds, own, strict=True)
         ],
+        [kind not in _NEVER_CALLED for kind in kinds],
     )
 
 

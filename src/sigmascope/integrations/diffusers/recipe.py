@@ -26,7 +26,7 @@ from sigmascope.probes.model_fingerprints import (
     state_of,
 )
 from sigmascope.probes.models import components_of, unwrap
-from sigmascope.probes.module_tree import ModuleTree, tree_of
+from sigmascope.probes.module_tree import ModuleTree, once_a_look, tree_of
 from sigmascope.probes.peft import adapter_states, adapters_of, bypassed_layers, held_by, number_for
 from sigmascope.probes.reading import Reading, attempt
 
@@ -129,8 +129,12 @@ def adapters_in(target: object) -> dict[str, frozenset[str]]:
     }
 
 
-def models_in(target: object) -> dict[str, nn.Module]:
+def models_in(target: object) -> Mapping[str, nn.Module]:
     """The models of a pipeline by name, or a model alone as "denoiser", without what torch.compile put around them."""
+    return once_a_look("models", target, lambda: _models_in(target))
+
+
+def _models_in(target: object) -> dict[str, nn.Module]:
     parts = components_of(target) or {"denoiser": target}
     found = {str(name): unwrap(part) for name, part in parts.items() if isinstance(part, nn.Module)}
     return {name: module for name, module in found.items() if module is not None}
