@@ -26,10 +26,12 @@ The command line prints both and exits with `exit_code`.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sigmascope.plain_text import printable
 
+STOPPED_BY_USER: Final = 130
+"""The exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 _LONGEST_LINE = 4000  # characters of a message
 
 

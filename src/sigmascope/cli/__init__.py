@@ -1,8 +1,5 @@
 """The command line: a module for each command or two of one subject, which parses, calls and renders."""
 
-STOPPED_BY_USER = 130
-"""128 + SIGINT, as shells report it."""
-
 
 def main() -> None:
     """Run `sigmascope` with the arguments of this process (the console script's entry point)."""
@@ -23,16 +20,17 @@ def main() -> None:
         run()
     except KeyboardInterrupt:  # before `run` could take care of it
         sys.stderr.write("Stopped by Ctrl-C.\n")
-        _end_with_a_code()
-        sys.exit(STOPPED_BY_USER)
+        sys.exit(_code_after_ctrl_c())
     except SystemExit as leaving:
+        from sigmascope.errors import STOPPED_BY_USER
+
         if leaving.code == STOPPED_BY_USER:
-            _end_with_a_code()
+            _code_after_ctrl_c()
         raise
 
 
-def _end_with_a_code() -> None:
-    """Have the process end with an exit code after Ctrl-C, though it may come again while Python waits for its threads.
+def _code_after_ctrl_c() -> int:
+    """The exit code, with which the process ends though Ctrl-C may come again while Python waits for its threads.
 
     Python kills itself if Ctrl-C came while it executed text, as many modules have it do while they are imported. It
     remembers that until it executes text again.
@@ -40,5 +38,8 @@ def _end_with_a_code() -> None:
     import os
     import signal
 
+    from sigmascope.errors import STOPPED_BY_USER
+
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(STOPPED_BY_USER))
     exec("")
+    return STOPPED_BY_USER

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from sigmascope.__about__ import __version__
-from sigmascope.cli import STOPPED_BY_USER
 from sigmascope.cli.groups import OnDemand, commands_on_demand, one_line_if_stopped
-from sigmascope.errors import SigmascopeError
+from sigmascope.errors import STOPPED_BY_USER, SigmascopeError
 from sigmascope.plain_text import never_failing, printable
 
 _UsageError: Any = typer.BadParameter.__mro__[2]

@@ -87,7 +87,9 @@ def health_findings(
     yield from _of_modules("lora_spikes", spiking, len(modules))
     dead = [name for name in dead_modules(sound) if any(module.norm for module in sound)]
     even = [module for module in sound if module.name not in spiking]
-    yield from _over_strong([module for module in even if module.name not in dead])  # beside them all is strong
+    yield from _over_strong(
+        [module for module in even if module.name not in dead]
+    )  # beside them all is strong
     yield from _collapsed(even, len(modules))
     yield from _of_modules("lora_dead_modules", dict.fromkeys(dead), len(modules))
 

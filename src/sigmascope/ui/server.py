@@ -14,12 +14,10 @@ from typing import Any, Final, cast
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from sigmascope.errors import ConfigError
+from sigmascope.errors import STOPPED_BY_USER, ConfigError
 from sigmascope.ui.app import Part, make_app
 from sigmascope.ui.security import Limits, is_loopback, new_token
 
-STOPPED_BY_USER: Final = 130
-"""The exit code of a program that Ctrl-C ended."""
 LAST_SECONDS: Final = 1.5
 """How long answers that are being sent may go on after the end; uvicorn itself waits for 2 seconds."""
 STOP_WAIT_SECONDS: Final = 3.0
