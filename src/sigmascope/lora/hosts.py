@@ -65,7 +65,6 @@ _STARTS: Final = (
     "",
 )
 _PEFT_START: Final = "base_model.model."
-_COMFYUI_ENCODER: Final = "text_encoders.{}.transformer."
 _FACTORS: Final = frozenset(
     f"{end}{alpha}" for end in ("A", "A.default", "down", "lora.down", "lokr") for alpha in ("", "+alpha")
 )
@@ -633,20 +632,30 @@ def _goes_with_encoders(file: _File) -> bool:
     return all_peft or len(known) == len(file.encoders)
 
 
-def _require_one_kind(file: _File) -> None:
-    """Leave open what diffusers makes of a file whose parts have names of different kinds: it converts a file as a whole.
+_Way = tuple[bool, str]
+"""Of a module's names: whether they have underscores for dots, and how its factors end."""
+_UNDERSCORED_DOWN, _DOWN, _A = (True, "down"), (False, "down"), (False, "A")
+_MEASURED_TOGETHER: Final[frozenset[tuple[bool, frozenset[_Way], str]]] = frozenset(
+    {
+        (True, frozenset({_UNDERSCORED_DOWN, _DOWN}), "text_encoders.{}.transformer."),
+        (False, frozenset({_UNDERSCORED_DOWN, _A}), "lora_te1."),
+    }
+)
+"""Kinds of names that a denoiser (a U-Net, or FLUX's) and its text encoders had in one file, and how the encoders' begin."""
 
-    Such a mixture was measured once: kohya's names for a U-Net, and ComfyUI's for its encoder.
-    """
-    ways = {
+
+def _require_one_kind(file: _File) -> None:
+    """Leave open what diffusers makes of a file whose parts have names of different kinds: it converts a file as a whole."""
+    ways = frozenset(
         (module.start.endswith("_"), module.ending.partition("+")[0])
         for module in (*file.modules, *file.encoders)
         if module.ending != NORM_SCALE
-    }
+    )
     family, starts = file.family, {module.start for module in file.encoders}
-    of_two = family.is_unet and ways == {(True, "down"), (False, "down")} and starts == {_COMFYUI_ENCODER}
+    is_measured = (family.is_unet or family.name == "flux") and len(starts) == 1
+    is_known = is_measured and (family.is_unet, ways, *starts) in _MEASURED_TOGETHER
     refuses = not (family.is_unet or family.name == "sd3") and (False, "lora.down") in ways
-    if file.modules and file.encoders and (refuses or (len(ways) > 1 and not of_two)):
+    if file.modules and file.encoders and (refuses or (len(ways) > 1 and not is_known)):
         raise _Unknown("such names of its denoiser and of its text encoders were not measured together")
 
 

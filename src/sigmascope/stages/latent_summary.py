@@ -483,7 +483,7 @@ def times(facts: Facts, name: str, nominal: str) -> str:
 def signed_mb(amount: object, percent: object = None) -> str:
     """A change in MiB with its percentage."""
     share = f" ({units.signed(percent)}%)" if is_number(percent) else ""
-    return f"{units.mebibytes_change(amount)} MB{share}" if is_number(amount) else unknown()
+    return f"{units.signed(amount).replace(',', '')} MB{share}" if is_number(amount) else unknown()
 
 
 def at(amount_mb: object, at_seconds: object) -> str:
