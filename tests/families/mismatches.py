@@ -93,10 +93,10 @@ MISMATCHES: dict[str, Mismatch] = {
         "sd15", "sd15", "lora_kohya_names", edit=as_kohya, load=into_adapter_loader, raises=IndexError
     ),
     "the adapter loader's default prefix": Mismatch(
-        "sd15", "sd15", "lora_prefix", 'prefix="unet"', load=into_adapter_loader_by_default
+        "sd15", "sd15", "lora_adapter_prefix", 'prefix="unet"', load=into_adapter_loader_by_default
     ),
     "no prefix": Mismatch(
-        "flux", "flux", "lora_prefix", "begins with the part", edit=renamed("transformer.", "")
+        "flux", "flux", "lora_part_unnamed", "begins with the part", edit=renamed("transformer.", "")
     ),
     "ComfyUI's prefix": Mismatch(
         "sd15", "sd15", "lora_comfyui_names", "diffusion_model.", edit=renamed("unet.", "diffusion_model.")

@@ -47,6 +47,9 @@ class VerdictRow(NamedTuple):
         advice: What to do; it may have figures too.
         one: Of a reason that single modules have: what a message says after "1 module".
         many: What it says after "3 modules".
+        host: Whose loader alone it is about: the form of a file matters for one; None: it is about all.
+        leaves_all_out: Whether it may be why that loader takes nothing of the file.
+        about_names: Whether it no longer matters once every module was found on the model.
     """
 
     severity: Severity
@@ -54,12 +57,30 @@ class VerdictRow(NamedTuple):
     advice: str | None
     one: str = ""
     many: str = ""
+    host: str | None = None
+    leaves_all_out: bool = False
+    about_names: bool = False
 
     def words(self, modules: int) -> str:
         """The words of a message after this many modules."""
         return self.one if modules == 1 else self.many
 
 
+def _of_loader(
+    host: str,
+    severity: Severity,
+    says: str,
+    advice: str,
+    *,
+    leaves_all_out: bool = True,
+    about_names: bool = False,
+) -> VerdictRow:
+    return VerdictRow(
+        severity, says, advice, host=host, leaves_all_out=leaves_all_out, about_names=about_names
+    )
+
+
+_TO_PEFT: Final = "For diffusers, convert the file to PEFT's format (sigmascope lora convert)."
 _OF_MODULES: Final = "{count} of {modules} {words}{families}: {first}."
 _SET_STRENGTH: Final = "Set its strength: set_adapters in diffusers (lora_scale if you fuse it), strength_model and strength_clip in ComfyUI."
 VERDICTS: Final[dict[str, VerdictRow]] = {
@@ -410,36 +431,89 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Take the baseline before you apply the LoRA, while the weights are in memory. Trace or export a model with its "
         "LoRA on it, and anew for another.",
     ),
+    # By the form of the file, for one host's loader.
+    "lora_alpha_refused": _of_loader(
+        "diffusers",
+        "warning",
+        "diffusers refuses the file because of {alphas} beside lora_A and lora_B.",
+        "Convert the file (sigmascope lora convert), which puts the scale into the factors.",
+    ),
+    "lora_start_unread": _of_loader(
+        "diffusers",
+        "warning",
+        "diffusers does not read names that begin with {starts} in a file for {family}.",
+        _TO_PEFT,
+        about_names=True,
+    ),
+    "lora_kohya_names": _of_loader(
+        "diffusers",
+        "info",
+        "The file has kohya's names. diffusers reads them with a pipeline's load_lora_weights, not with a model's "
+        "load_lora_adapter.",
+        "Load it with the pipeline, or convert it to PEFT's format (sigmascope lora convert).",
+        about_names=True,
+    ),
+    "lora_comfyui_names": _of_loader(
+        "diffusers",
+        "warning",
+        "diffusers {takes} a file for {family} whose names begin with diffusion_model.{what}",
+        _TO_PEFT,
+        about_names=True,
+    ),
+    "lora_whole_differences": _of_loader(
+        "diffusers",
+        "warning",
+        "{keys}, such as {first}: diffusers {takes}.",
+        "Load the file in ComfyUI, or merge it into the checkpoint (sigmascope lora merge).",
+    ),
+    "lora_adapter_prefix": _of_loader(
+        "diffusers",
+        "info",
+        "diffusers' load_lora_adapter loads nothing from this file with its default prefix: it needs {argument}.",
+        "Load it with the pipeline's load_lora_weights, or pass {argument} to load_lora_adapter.",
+        about_names=True,
+    ),
+    "lora_part_unnamed": _of_loader(
+        "diffusers",
+        "warning",
+        "diffusers loads nothing from this file, and only warns, since no name in it begins with the part that it is for "
+        "({part}.).",
+        "Load it with pipe.{part}.load_lora_adapter(FILE, prefix=None), or convert it to PEFT's format, which adds the part "
+        "(sigmascope lora convert).",
+        about_names=True,
+    ),
+    "lora_some_biases": _of_loader(
+        "diffusers",
+        "warning",
+        "{count} of {modules} a lora_B bias. diffusers accepts such biases in all modules or in none.",
+        "Train or convert without lora_B biases, or with one in every module.",
+    ),
+    "lora_comfyui_only": _of_loader(
+        "diffusers",
+        "warning",
+        "The file holds {kinds}, which ComfyUI applies and diffusers does not.",
+        "{advice}",
+    ),
+    "lora_comfyui_loses_attention": _of_loader(
+        "comfyui",
+        "warning",
+        "ComfyUI does not find {count} of the denoiser's {modules} by these names: all attention projections. It only warns in "
+        "its log.",
+        "For ComfyUI, convert the file to kohya's or ComfyUI's format (sigmascope lora convert).",
+        about_names=True,
+    ),
+    "lora_comfyui_loses_magnitudes": _of_loader(
+        "comfyui",
+        "warning",
+        "ComfyUI leaves out the magnitudes of {modules} and applies the rest as a plain LoRA: it reads magnitudes as "
+        ".dora_scale, and the file has .lora_magnitude_vector.",
+        "For ComfyUI, convert the file with its model: sigmascope lora convert FILE NEW --format kohya --model MODEL.",
+        leaves_all_out=False,
+    ),
 }
 """Every reason, by the finding's id. Reasons of single modules stand in the order in which findings name them."""
 
 
-class LoaderRow(NamedTuple):
-    """A finding about the form of a file, which matters for one host's loader.
-
-    Attributes:
-        host: Whose loader.
-        leaves_all_out: Whether it may be why that takes nothing of the file.
-        about_names: Whether it no longer matters once every module was found on the model.
-    """
-
-    host: str
-    leaves_all_out: bool = True
-    about_names: bool = False
-
-
-LOADERS: Final = {
-    "lora_alpha_refused": LoaderRow("diffusers"),
-    "lora_kohya_names": LoaderRow("diffusers", about_names=True),
-    "lora_comfyui_names": LoaderRow("diffusers", about_names=True),
-    "lora_whole_differences": LoaderRow("diffusers"),
-    "lora_prefix": LoaderRow("diffusers", about_names=True),
-    "lora_some_biases": LoaderRow("diffusers"),
-    "lora_comfyui_only": LoaderRow("diffusers"),
-    "lora_comfyui_loses_attention": LoaderRow("comfyui", about_names=True),
-    "lora_comfyui_loses_magnitudes": LoaderRow("comfyui", leaves_all_out=False),
-}
-"""What `loader_findings` finds, by the finding's id."""
 MISMATCHES: Final[dict[Reason, VerdictRow]] = {
     reason: VERDICTS[f"lora_{reason}"] for reason in get_args(Reason)
 }
@@ -869,12 +943,10 @@ def _refused_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     if verdict.format != "peft" or not alphas or verdict.model_family in _ALPHAS_READ:
         return
     scaled = [module for module in verdict.modules if module.scale not in (None, 1.0)]
-    yield Finding(
+    yield verdict_finding(
         "lora_alpha_refused",
-        "warning",
-        f"diffusers refuses the file because of {counted(len(alphas), '.alpha tensor')} beside lora_A and lora_B.",
         {"alphas": len(alphas), "scaled": len(scaled), "first_scale": scaled[0].scale if scaled else None},
-        "Convert the file (sigmascope lora convert), which puts the scale into the factors.",
+        alphas=counted(len(alphas), ".alpha tensor"),
     )
 
 
@@ -891,22 +963,9 @@ def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
     unread = [start for start in _FLAT_STARTS if any(name.startswith(start) for name in names)]
     if verdict.format == "kohya" and unread and read and not read & set(unread):
         starts = " or ".join(unread)
-        yield Finding(
-            "lora_prefix",
-            "warning",
-            f"diffusers does not read names that begin with {starts} in a file for {family.title}.",
-            {"prefix": starts},
-            "For diffusers, convert the file to PEFT's format (sigmascope lora convert).",
-        )
+        yield verdict_finding("lora_start_unread", {"prefix": starts}, starts=starts, family=family.title)
     elif verdict.format == "kohya":
-        yield Finding(
-            "lora_kohya_names",
-            "info",
-            "The file has kohya's names. diffusers reads them with a pipeline's load_lora_weights, not with a model's "
-            "load_lora_adapter.",
-            {"format": verdict.format},
-            "Load it with the pipeline, or convert it to PEFT's format (sigmascope lora convert).",
-        )
+        yield verdict_finding("lora_kohya_names", {"format": verdict.format})
 
 
 def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
@@ -921,24 +980,20 @@ def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findin
         if family.loses("diffusers", "comfyui", module.name.removeprefix("diffusion_model."), down)
     ]
     if verdict.format == "comfyui" and lost:
-        some = f"does not load {len(lost)} of {counted(len(verdict.matched), 'module')}"
-        loads = "loads nothing" if len(lost) == len(verdict.matched) else some
+        some = f"does not load {len(lost)} of {counted(len(verdict.matched), 'module')} of"
+        takes = "loads nothing of" if len(lost) == len(verdict.matched) else some
         refusing = any(
             one.or_refused for one in family.lost if (one.host, one.format) == ("diffusers", "comfyui")
         )
         odd = next((key for key in keys if "lora" not in key), None) if refusing else None
-        said = (
-            f"diffusers {loads} of a file for {family.title} whose names begin with diffusion_model., and reports no error."
-            if odd is None
-            else f"diffusers refuses a file for {family.title} whose names begin with diffusion_model. and of which one, "
-            f"such as {odd}, does not contain “lora”."
-        )
-        yield Finding(
+        yield verdict_finding(
             "lora_comfyui_names",
-            "warning",
-            said,
             {"modules": len(lost), "first": lost[0].name},
-            "For diffusers, convert the file to PEFT's format (sigmascope lora convert).",
+            takes=takes if odd is None else "refuses",
+            family=family.title,
+            what=", and reports no error."
+            if odd is None
+            else f" and of which one, such as {odd}, does not contain “lora”.",
         )
 
 
@@ -946,13 +1001,12 @@ def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
     differences = [key for key in keys if key.endswith(_DIFFERENCE_ENDS)]
     if not differences:
         return
-    fate = "drops them silently" if verdict.format == "peft" else "refuses the file because of them"
-    yield Finding(
+    yield verdict_finding(
         "lora_whole_differences",
-        "warning",
-        f"{counted(len(differences), 'key holds a whole difference', 'keys hold whole differences')}, such as {differences[0]}: diffusers {fate}.",
         {"keys": len(differences), "first": differences[0]},
-        "Load the file in ComfyUI, or merge it into the checkpoint (sigmascope lora merge).",
+        keys=counted(len(differences), "key holds a whole difference", "keys hold whole differences"),
+        first=differences[0],
+        takes="drops them silently" if verdict.format == "peft" else "refuses the file because of them",
     )
 
 
@@ -966,13 +1020,11 @@ def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:
     ]
     if verdict.format == "peft" and lost:
         denoiser = [module for module in verdict.modules if module.part == "denoiser"]
-        yield Finding(
+        yield verdict_finding(
             "lora_comfyui_loses_attention",
-            "warning",
-            f"ComfyUI does not find {len(lost)} of the denoiser's {counted(len(denoiser), 'module')} by these names: all attention "
-            "projections. It only warns in its log.",
             {"modules": len(lost), "of": len(denoiser), "first": lost[0].name},
-            "For ComfyUI, convert the file to kohya's or ComfyUI's format (sigmascope lora convert).",
+            count=len(lost),
+            modules=counted(len(denoiser), "module"),
         )
 
 
@@ -996,23 +1048,11 @@ def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
     family = family_named(verdict.model_family)
     if known or any((reads.host, reads.start) == ("diffusers", "") for reads in family.reads):
         argument = f'prefix="{known[0]}"' if known else "prefix=None"
-        yield Finding(
-            "lora_prefix",
-            "info",
-            f"diffusers' load_lora_adapter loads nothing from this file with its default prefix: it needs {argument}.",
-            {"prefix": known[0] if known else None},
-            f"Load it with the pipeline's load_lora_weights, or pass {argument} to load_lora_adapter.",
+        yield verdict_finding(
+            "lora_adapter_prefix", {"prefix": known[0] if known else None}, argument=argument
         )
         return
-    yield Finding(
-        "lora_prefix",
-        "warning",
-        "diffusers loads nothing from this file, and only warns, since no name in it begins with the part that it is for "
-        f"({family.component}.).",
-        {"prefix": None},
-        f"Load it with pipe.{family.component}.load_lora_adapter(FILE, prefix=None), or convert it to PEFT's "
-        "format, which adds the part (sigmascope lora convert).",
-    )
+    yield verdict_finding("lora_part_unnamed", {"prefix": None}, part=family.component)
 
 
 def _on_controlnet(modules: Sequence[ModuleVerdict], verdict: LoraVerdict) -> Iterator[Finding]:
@@ -1037,12 +1077,11 @@ def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
     biases = sum(key.endswith(_UP_BIAS_ENDS) for key in keys)
     modules = sum(not module.name.endswith(".bias") for module in verdict.modules)
     if biases and biases != modules:
-        yield Finding(
+        yield verdict_finding(
             "lora_some_biases",
-            "warning",
-            f"{biases} of {counted(modules, 'module')} {'has' if biases == 1 else 'have'} a lora_B bias. diffusers accepts such biases in all modules or in none.",
             {"biases": biases, "modules": modules},
-            "Train or convert without lora_B biases, or with one in every module.",
+            count=biases,
+            modules=f"{counted(modules, 'module')} {'has' if biases == 1 else 'have'}",
         )
 
 
@@ -1061,12 +1100,11 @@ def _not_in_diffusers(verdict: LoraVerdict) -> Iterator[Finding]:
     kinds = _kinds_left_out(verdict)
     if kinds:
         named = " and ".join(_NAMES_OF_KINDS[kind] for kind in kinds)
-        yield Finding(
+        yield verdict_finding(
             "lora_comfyui_only",
-            "warning",
-            f"The file holds {named}, which ComfyUI applies and diffusers does not.",
             {"kinds": ", ".join(kinds)},
-            "For diffusers, convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32."
+            kinds=named,
+            advice="For diffusers, convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32."
             if {*kinds} <= {"loha", "lokr"}
             else "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
         )
@@ -1076,13 +1114,10 @@ def _magnitudes(keys: Sequence[str]) -> Iterator[Finding]:
     """ComfyUI 0.3 to 0.33 reads DoRA's magnitudes by kohya's name alone, and logs others as keys that are not loaded."""
     lost = [key for key in keys if ".lora_magnitude_vector" in key]
     if lost:
-        yield Finding(
+        yield verdict_finding(
             "lora_comfyui_loses_magnitudes",
-            "warning",
-            f"ComfyUI leaves out the magnitudes of {counted(len(lost), 'DoRA module')} and applies the rest as a plain LoRA: it reads "
-            "magnitudes as .dora_scale, and the file has .lora_magnitude_vector.",
             {"modules": len(lost), "first": lost[0]},
-            "For ComfyUI, convert the file with its model: sigmascope lora convert FILE NEW --format kohya --model MODEL.",
+            modules=counted(len(lost), "DoRA module"),
         )
 
 

@@ -16,7 +16,6 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import sort_patches
 from sigmascope.lora.verdict import (
-    LOADERS,
     VERDICTS,
     LoraVerdict,
     is_opposed,
@@ -50,14 +49,14 @@ from sigmascope.stages.weight_verdict import NOT_SEEN, is_below_any_bit
 from sigmascope.units import counted, first_few
 
 STAGE: Final = "lora_application"
-_ABOUT_NAMES: Final = {id for id, row in LOADERS.items() if row.about_names} | {"lora_controlnet"}
+_ABOUT_NAMES: Final = {id for id, row in VERDICTS.items() if row.about_names} | {"lora_controlnet"}
 """Those that no longer matter where every module was found on the model."""
 _WIDENED_ON_PURPOSE: Final = "x_embedder"
 """The layer that takes the latent, which diffusers widens for a control LoRA: it takes the control picture too."""
 _FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})
 """Findings on a file that say already why nothing is on the models."""
-_WHY_NOT_LOADED: Final = {id for id, row in LOADERS.items() if row.leaves_all_out} | {
-    id for id, row in VERDICTS.items() if row.many and row.severity == "error"
+_WHY_NOT_LOADED: Final = {
+    id for id, row in VERDICTS.items() if row.leaves_all_out or (row.many and row.severity == "error")
 }
 """Findings on a file that a loader may have refused all of it for: its form, or modules that do not fit."""
 _SAID_BY_CAUSES: Final = frozenset({"lora_not_acting", "lora_inactive"})
@@ -162,7 +161,8 @@ def file_findings(
     for finding in () if verdict is None else verdict.findings:
         is_said = left_out and finding.id == "lora_text_encoder_missing"
         is_solved = complete and (finding.id in _ABOUT_NAMES or _is_of_control(finding))
-        is_of_other_host = finding.id in LOADERS and LOADERS[finding.id].host != host
+        row = VERDICTS.get(finding.id)
+        is_of_other_host = row is not None and row.host not in (None, host)
         if not is_of_other_host and not is_said and not is_solved:
             of_file.append(finding)
     cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)

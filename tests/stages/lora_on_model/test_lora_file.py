@@ -86,6 +86,12 @@ def test_what_only_another_host_does_with_the_file_is_left_out(host: str, named:
     assert (id in {one.id for one in found}) is named
 
 
+@pytest.mark.parametrize("host", ["comfyui", "diffusers"])
+def test_modules_whose_names_have_another_beginning_are_told_for_every_host(host: str) -> None:
+    finding = Finding("lora_prefix", "error", "2 of 3 modules have an unknown prefix.")
+    assert finding in file_findings(LoraVerdict("x.safetensors", findings=(finding,)), None, host)
+
+
 @pytest.mark.parametrize(
     ("id", "is_why"), [("lora_comfyui_loses_magnitudes", False), ("lora_comfyui_loses_attention", True)]
 )

@@ -96,7 +96,7 @@ def test_that_nothing_was_loaded_is_told_with_the_reason(outcome: Outcome) -> No
 
 @pytest.mark.parametrize(("there", "kept"), [(True, False), (False, True)])
 def test_a_remark_on_other_loaders_stands_only_where_nothing_was_loaded(there: bool, kept: bool) -> None:
-    remark = Finding("lora_prefix", "info", "It needs a prefix.", {}, "Pass it.")
+    remark = Finding("lora_adapter_prefix", "info", "It needs a prefix.", {}, "Pass it.")
     module = AppliedModule("unet.conv_in", keys=("conv_in.weight",) if there else ())
     applied = AppliedVerdict("style.safetensors", (module, AppliedModule("unet.conv_out")))
     found = file_findings(LoraVerdict("style.safetensors", findings=(remark,)), applied, "diffusers")

@@ -150,7 +150,7 @@ def test_names_of_attention_processors_are_told_to_load_nothing(method: str, tmp
         getattr(target, method)(str(tmp_path), weight_name=file.name)
     analysis = run.stage("lora_application").facts["lora_application"]
     assert not analysis["effective"]
-    assert {"lora_not_loaded", "lora_prefix"} <= {finding["id"] for finding in analysis["findings"]}
+    assert {"lora_not_loaded", "lora_part_unnamed"} <= {finding["id"] for finding in analysis["findings"]}
 
 
 @pytest.mark.parametrize(("prefix", "kind"), [("hada", "LoHa"), ("lokr", "LoKr")])
