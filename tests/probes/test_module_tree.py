@@ -258,3 +258,15 @@ def test_tensors_are_those_that_a_state_dict_has(adapted: Any) -> None:
     adapted[0].base_layer.bias = None
     adapted[40].running_mean = torch.ones(4)
     assert {*map(id, tree_of(adapted).tensors)} == {*map(id, adapted.state_dict(keep_vars=True).values())}
+
+
+def test_what_somebody_registers_on_a_plain_layer_is_there_from_then_on(adapted: Any) -> None:
+    layer = adapted[7].base_layer
+    before = tree_of(adapted).names
+    layer.register_buffer("scale_weight", torch.ones(1))  # as those do who store weights in 8 bits
+    assert any(tensor is layer.scale_weight for tensor in tree_of(adapted).tensors)
+    layer.lora_down = nn.Linear(4, 2)
+    assert {*tree_of(adapted).names} - {*before} == {"7.base_layer.lora_down"}
+    assert any(tensor is layer.lora_down.weight for tensor in tree_of(adapted).tensors)
+    del layer.scale_weight, layer.lora_down
+    assert tree_of(adapted).names == before

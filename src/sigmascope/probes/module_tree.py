@@ -152,7 +152,7 @@ _WITHOUT_WEIGHTS: Final = frozenset(
 )
 """Of these very classes no module reads a weight of its own. Nor does an adapter's layer, but for those that it begins with."""
 _LEAVES: Final = frozenset({nn.Linear, nn.Conv2d, nn.Embedding, nn.GroupNorm, nn.LayerNorm})
-"""Of these very classes no module calls another one, or reads a buffer of its own."""
+"""Of these very classes a module has no other one and no buffer, unless somebody registered one on it."""
 _AT_ONCE: Final = 256
 """Modules: what is in them lies in the processor's cache from one question to the next."""
 
@@ -163,6 +163,7 @@ class _Part:
 
     references: list[Callable[[], nn.Module | None]]
     kinds: list[type]
+    are_leaves: list[bool]
     may_have_children: list[bool]
     counts: list[int]
     child_names: list[tuple[str, ...]]
@@ -194,6 +195,9 @@ class _Outline:
             if [*map(type, some)] != part.kinds:
                 return None
             of_some = [*map(_OWN, some)]
+            leaves = [*compress(of_some, part.are_leaves)]
+            if any(map(_CHILDREN, leaves)) or any(map(_BUFFERS, leaves)):
+                return None
             children = [*map(_CHILDREN, compress(of_some, part.may_have_children))]
             if [*map(len, children)] != part.counts:
                 return None
@@ -422,7 +426,11 @@ def _part(
 ) -> _Part:
     kinds = [*map(type, modules)]
     held = [*map(_CHILDREN, own)]
-    may_have_children = [kind not in _LEAVES or bool(one) for kind, one in zip(kinds, held, strict=True)]
+    are_leaves = [
+        kind in _LEAVES and not (one["_modules"] or one["_buffers"])
+        for kind, one in zip(kinds, own, strict=True)
+    ]
+    may_have_children = [not is_leaf for is_leaf in are_leaves]
     children = [*compress(held, may_have_children)]
     full = [*filter(None, children)]
     to_children = [_getter(*names) for names in registered if names]
@@ -433,16 +441,14 @@ def _part(
     return _Part(
         [*map(weakref.ref, modules)],
         kinds,
+        are_leaves,
         may_have_children,
         [*map(len, children)],
         [*map(tuple, full)],
         to_children,
         [*map(hash, map(operator.call, to_children, full))],
         may_have_weights,
-        [
-            may and (kind not in _LEAVES or bool(one["_buffers"]))
-            for may, kind, one in zip(may_have_weights, kinds, own, strict=True)
-        ],
+        [may and not is_leaf for may, is_leaf in zip(may_have_weights, are_leaves, strict=True)],
         [kind not in _NEVER_CALLED for kind in kinds],
     )
 
