@@ -36,7 +36,9 @@ _STATES_OF_CALLS: Final = frozenset(
     }
 )
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
-OPEN_VERDICTS: Final = frozenset({"lora_encoder_not_run", "lora_in_base", "lora_not_seen"})
+_MERGED_AT_ZERO: Final = "lora_merged_at_zero"
+"""What is open for who sees a call alone: a change that was watched tells what was merged."""
+OPEN_VERDICTS: Final = frozenset({"lora_encoder_not_run", "lora_in_base", _MERGED_AT_ZERO, "lora_not_seen"})
 """Findings that nobody knows whether a LoRA acts."""
 _BESIDE: Final = frozenset({"lora_off_in_base", "lora_beside_merged"})
 """Findings on the model beside the LoRAs that act: no reason why one does not."""
@@ -116,6 +118,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
     idle: Mapping[str, Any] = {}
     new: Mapping[str, Any] = {}  # that the last change made an adapter anew
     is_over = False  # once a call's LoRAs act
+    merged_at: list[float] = []
     for stage in run.walk():
         analysis = stage.facts.get(_FACT)
         if stage.facts.get(_AFTER_STEP):
@@ -128,12 +131,42 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
                 is_over = idle.get("id") in _STATES_OF_CALLS
             elif _is_change(analysis):
                 idle = {}
+            if str(stage.facts.get("method")).startswith(_MERGING):
+                merged_at = _strengths_in_weights(analysis)
+        elif merged_at and _cause(idle_in_call(stage)).get("id") == _MERGED_AT_ZERO:
+            if not any(merged_at):
+                idle, is_over = _at_zero(_cause(idle_in_call(stage))), True
         elif idle_in_call(stage):
             idle, is_over = _cause(idle_in_call(stage)), True
             idle = new if new and idle.get("id") == IS_ZERO else idle
         elif is_over and any(lora.get("active") for lora in _in_call(stage).values()):
             idle = {}
     return idle
+
+
+_MERGING: Final = ("fuse", "merge")
+"""How the names of methods begin that put LoRAs into the weights."""
+
+
+def _strengths_in_weights(analysis: Mapping[str, Any]) -> list[float]:
+    """The least and the greatest strength of each LoRA that a change put into the weights."""
+    loras = (_mapping(lora) for side in _sides(analysis) for lora in _mapping(side.get("loras")).values())
+    merged = (lora for lora in loras if "merged" in _mapping(lora.get("states")))
+    return [end for lora in merged for end in _range(lora.get("strengths")) or ()]
+
+
+def _sides(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+
+
+def _at_zero(finding: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is left of the open question once it was seen that the LoRA was merged with strength 0."""
+    weights = units.counted(int(_mapping(finding.get("evidence")).get("patched_keys") or 0), "weight")
+    return {
+        **finding,
+        "id": "lora_strength_zero",
+        "message": f"The LoRA changes nothing: it has strength 0 on {weights}.",
+    }
 
 
 @rule("model.lora_elsewhere", "warning", about="the model", looks_at="run")
@@ -445,8 +478,7 @@ def _as_set_last(run: Run, change: Stage) -> tuple[Stage, list[Mapping[str, Any]
 
 
 def _patches_in(stage: Stage) -> list[Mapping[str, Any]]:
-    analysis = _mapping(stage.facts.get(_FACT))
-    return [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+    return _sides(_mapping(stage.facts.get(_FACT)))
 
 
 def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> str | None:

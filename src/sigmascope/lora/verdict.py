@@ -259,6 +259,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_strength_zero": VerdictRow(
         "warning", "The LoRA changes nothing: it has strength 0 on {weights}.", _SET_STRENGTH
     ),
+    "lora_merged_at_zero": VerdictRow(
+        "warning",
+        "Whether the LoRA acts is unknown: it is merged into {weights} and has strength 0 now, which takes nothing out of "
+        "them if it was set after merging.",
+        "Take it out of the weights: unfuse_lora in diffusers. Set strengths before you fuse.",
+    ),
     "lora_scaled_to_zero": VerdictRow(
         "warning",
         "The LoRA changes nothing in this call: {argument} is 0, for {weights}.",

@@ -66,6 +66,8 @@ _CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _AS_BEFORE: Final = "lora_as_before"
 IN_BASE: Final = "lora_in_base"
+MERGED_AT_ZERO: Final = "lora_merged_at_zero"
+"""Without a baseline nobody knows with which strength it was merged: PEFT keeps the one that was set last."""
 """The finding that nobody knows whether a LoRA acts that changed the model itself."""
 OFF_IN_BASE: Final = "lora_off_in_base"
 """The finding that an adapter which is off, or gone, changed the model itself, beside what acts."""
@@ -526,7 +528,7 @@ def _why_by_itself(
     if patch.key in acted:
         return _AS_BEFORE, ""
     if patch.strength == 0.0 and patch.adapter_type in _PRODUCTS - {"dora"}:  # merged so
-        return "lora_strength_zero", ""
+        return "lora_strength_zero" if before.samples else MERGED_AT_ZERO, ""
     dtype = attempt(lambda: _lost_in(patch, before)).value
     if dtype is not None:
         return "lora_lost_in_rounding", dtype

@@ -278,7 +278,7 @@ def begin_idle_lora_findings(
     if running and not scaled and not _is_to_be_looked_at(running):
         return Pending(lambda: beside)
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
-    from sigmascope.stages.lora_findings import IN_BASE, IdleChange, idle_findings
+    from sigmascope.stages.lora_findings import IN_BASE, MERGED_AT_ZERO, IdleChange, idle_findings
 
     patches = read_adapters(pipeline).value or ()
     silent = {component_of(name) for name in left_out if name not in parts}
@@ -312,7 +312,8 @@ def begin_idle_lora_findings(
         if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
             return beside
         idle = [*of_running, *of_left_out, *([] if running else switched_off)]
-        unknown = [change for change in idle if change.cause in (_UNKNOWN, _NOT_SEEN, IN_BASE)]
+        is_open = (_UNKNOWN, _NOT_SEEN, IN_BASE, MERGED_AT_ZERO)
+        unknown = [change for change in idle if change.cause in is_open]
         return [asdict(finding) for finding in idle_findings(unknown or idle)]
 
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])

@@ -578,3 +578,36 @@ def test_a_module_that_was_trained_whole_acts_while_the_factors_beside_it_are_of
     assert idle_lora(run) is None
     (lora,) = run.stage("generation").facts["recipe"]["loras"].values()
     assert lora["active"] >= 1
+
+
+@pytest.mark.parametrize("is_merging_watched", [False, True])
+@pytest.mark.parametrize(("merged_at", "acts"), [(1.0, True), (0.0, False)])
+def test_a_strength_of_0_that_was_set_after_merging_takes_nothing_out_of_the_weights(
+    merged_at: float, acts: bool, is_merging_watched: bool
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    state = lora_state(pipeline, ["unet"], size=0.3)
+
+    def merge() -> None:
+        pipeline.load_lora_weights(state)
+        pipeline.fuse_lora(lora_scale=merged_at)
+        pipeline.set_adapters("default_0", 0.0)
+
+    if not is_merging_watched:
+        merge()
+    with sigmascope.watch(pipeline) as watching:
+        if is_merging_watched:
+            merge()
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    run = watching.record()
+    assert torch.equal(picture, bare) is not acts
+    assert told(run) == {"lora_merged_at_zero"}
+    idle = idle_lora(run)
+    if not is_merging_watched:
+        assert idle is not None
+        assert "unknown" in idle
+    else:
+        assert (idle is None) is acts
+        assert idle is None or "strength 0 on 181 weights" in idle
+    assert (acting_lora(run) is not None) is (acts and is_merging_watched)
