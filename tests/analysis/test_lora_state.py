@@ -100,7 +100,7 @@ def looked_at(*findings: dict[str, Any], **loras: dict[str, Any]) -> Stage:
         (
             (looked_at(unet__b=MIXED, unet__a=STYLE, unet__c=OFF),),
             "At least one of the LoRAs acts in the call: a on 8 layers of unet at strength 1; "
-            "b on 8 layers of unet at strength 0.5 to 1, merged.",
+            "b on 8 layers of unet, merged (its strength is set to 0.5 to 1 now).",
         ),
     ],
 )

@@ -389,10 +389,11 @@ def _on_before(run: Run) -> str | None:
 def _strength_in_call(lora: Mapping[str, Any]) -> str:
     strengths = sorted({float(one) for one in lora.get("strength") or ()})
     words = " to ".join(f"{one:g}" for one in strengths)
-    merged = ", merged" if lora.get("merged") else ""
     scale = lora.get("call_scale")
     scaled = f", which the call scales by {scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
-    return f"{f' at strength {words}' if words else ''}{merged}{scaled}"
+    if lora.get("merged"):  # PEFT does not keep with which strength
+        return f", merged{f' (its strength is set to {words} now)' if words else ''}{scaled}"
+    return f"{f' at strength {words}' if words else ''}{scaled}"
 
 
 _WEAK, _NOISY = "lora_arrives_weak", "lora_arrives_noisy"

@@ -580,6 +580,17 @@ def test_a_module_that_was_trained_whole_acts_while_the_factors_beside_it_are_of
     assert lora["active"] >= 1
 
 
+def test_of_a_merged_lora_the_strength_is_told_as_the_one_that_is_set_now() -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3), adapter_name="style")
+    pipeline.fuse_lora(lora_scale=0.5)
+    pipeline.set_adapters("style", 1.0)
+    with sigmascope.watch(pipeline) as watching:
+        generate(pipeline, "sd15", num_inference_steps=1)
+    said = acting_lora(watching.record()) or ""
+    assert "style on 181 layers of unet, merged (its strength is set to 1 now)." in said
+
+
 @pytest.mark.parametrize("is_merging_watched", [False, True])
 @pytest.mark.parametrize(("merged_at", "acts"), [(1.0, True), (0.0, False)])
 def test_a_strength_of_0_that_was_set_after_merging_takes_nothing_out_of_the_weights(
