@@ -102,7 +102,6 @@ def layouts() -> Iterator[str]:
 OF_THE_ERROR = {
     "lora_unreadable": "What the error says.",
     "lora_matches_nothing": "What the most frequent reason says.",
-    "lora_comfyui_only": "Load it in ComfyUI, or convert it to plain factors (LoHa and LoKr: sigmascope lora convert FILE NEW --format peft --rank 32).",
 }
 KEPT = {
     "commands.md": commands,

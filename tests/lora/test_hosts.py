@@ -15,6 +15,7 @@ import torch
 from diffusers import FluxPipeline
 from diffusers.loaders.lora_pipeline import MiniMaxH3LoraLoaderMixin
 from safetensors.torch import load_file, save_file
+from tests.families.denoisers import sd15_unet
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -454,3 +455,35 @@ def test_what_diffusers_makes_of_parts_with_other_kinds_of_names_is_left_open(
     for part in (reading, reading.encoders):
         assert (part.taken is not None) == known
         assert known or "not measured together" in part.unavailable["taken"]
+
+
+def of_lycoris(kind: str, generator: torch.Generator) -> dict[str, Tensor]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if kind == "oft":
+        return {"oft_blocks": 0.01 * randn(2, 4, 4), "alpha": torch.tensor(1e-3)}
+    if kind == "glora":
+        names = ("a1", "a2", "b1", "b2")
+        return {f"{name}.weight": randn(*((8, 2), (2, 8))[index % 2]) for index, name in enumerate(names)}
+    return {f"hada_w{side}_{end}": randn(*((8, 2), (2, 8))[end == "b"]) for side in "12" for end in "ab"}
+
+
+@pytest.mark.parametrize("kind", ["loha", "oft", "glora"])
+def test_the_advice_for_each_host_works_for_what_is_no_plain_factors(kind: str, tmp_path: Path) -> None:
+    layer = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    parts = of_lycoris(kind, torch.Generator().manual_seed(0))
+    path, model = tmp_path / "style.safetensors", tmp_path / "model"
+    save_file({f"lora_unet_{layer.replace('.', '_')}.{end}": one for end, one in parts.items()}, path)
+    sd15_unet().save_pretrained(model)  # type: ignore[operator]
+    advice = {one.id: one.advice or "" for one in inspect_lora(path).findings}["lora_hosts_differ"]
+    told = re.search(r"to peft for diffusers(?:, with (.*))?, to comfyui for ComfyUI", advice)
+    assert told is not None, advice
+    options = (told[1] or "").replace(" and ", " ").replace("MODEL", str(model)).split()
+    for host, format, more in (("diffusers", "peft", options), ("comfyui", "comfyui", [])):
+        made = tmp_path / f"{format}.safetensors"
+        outcome = CliRunner().invoke(
+            app, ["lora", "convert", str(path), str(made), "--format", format, *more]
+        )
+        assert outcome.exit_code == 0, outcome.output
+        assert of_host(made, host, "0.33" if host == "comfyui" else "").taken == 1

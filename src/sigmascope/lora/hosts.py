@@ -89,6 +89,8 @@ _ENDS: Final[Mapping[str, Mapping[str, str]]] = {
 _BIAS: Final = ".bias"
 _TO_FACTORS: Final = frozenset({"lora", "tucker", "loha", "lokr", "diff"})
 """Kinds of change that become plain factors without the model."""
+_HELD_BY_PEFT: Final = frozenset({"lora", "tucker", "dora"})
+"""Kinds of change that PEFT's format holds without loss of any of their rank."""
 _WHOLE_RANK: Final = 9999
 """Keeps all of a change; see `convert_lora`."""
 _NEVER_IN_DIFFUSERS: Final = frozenset({"diff", DIFF_M, "loha", "oft", "boft", "glora"})
@@ -773,12 +775,23 @@ def strengths_in_words(reading: HostReading) -> str:
 
 
 def _conversion(files: "Sequence[_File]", path: Path) -> str:
-    kinds = {module.kind for module in (*files[0].modules, *files[0].encoders)}
-    format = _read_by_both(files) if _TO_FACTORS.issuperset(kinds) else None
+    modules = (*files[0].modules, *files[0].encoders)
+    format = _read_by_both(files) if _TO_FACTORS.issuperset(module.kind for module in modules) else None
     if format is None:
-        return " for each host: to peft for diffusers, to comfyui for ComfyUI (sigmascope lora convert)"
-    rank = "" if kinds == {"lora"} else f" --rank {_WHOLE_RANK}"
-    return f" to what both apply alike: sigmascope lora convert {shlex.quote(path.name)} NEW.safetensors --format {format}{rank}"
+        options = " and ".join(_options_of_factors(modules))
+        with_ = f", with {options}" if options else ""
+        return (
+            f" for each host: to peft for diffusers{with_}, to comfyui for ComfyUI (sigmascope lora convert)"
+        )
+    options = "".join(f" {option}" for option in _options_of_factors(modules)) if format == "peft" else ""
+    return f" to what both apply alike: sigmascope lora convert {shlex.quote(path.name)} NEW.safetensors --format {format}{options}"
+
+
+def _options_of_factors(modules: Sequence[_Module]) -> list[str]:
+    """The options without which PEFT's format cannot hold the modules; kohya's and ComfyUI's hold them as they are."""
+    kinds = {module.kind for module in modules} - _HELD_BY_PEFT
+    rank = [f"--rank {_WHOLE_RANK}"] if kinds else []
+    return [*rank, *([] if kinds <= _TO_FACTORS else ["--model MODEL"])]
 
 
 _WRITTEN: Final = (
@@ -807,7 +820,7 @@ def _as_written(file: _File, format: str, start: str | None, naming: str | None,
     paths = {path: module for module in file.modules for path in _paths_in(naming, module, family)}
     modules = [
         replace(
-            _in_factors(module, ending),
+            _in_format(module, format, ending),
             name=start + path,
             start=start,
             path=path,
@@ -822,13 +835,16 @@ def _as_written(file: _File, format: str, start: str | None, naming: str | None,
         for encoder, part in parts.items()
     }
     encoders = [
-        replace(_in_factors(module, ending), start=starts_of.get(module.namings, ""))
+        replace(_in_format(module, format, ending), start=starts_of.get(module.namings, ""))
         for module in file.encoders
     ]
     return file._replace(modules=modules, encoders=encoders, configs={})
 
 
-def _in_factors(module: _Module, ending: str) -> _Module:
+def _in_format(module: _Module, format: str, ending: str) -> _Module:
+    """As plain factors, which PEFT's format makes of all; the others hold other kinds of change as they are."""
+    if format != "peft" and module.kind != "lora":
+        return module
     alpha = None if ending == "A" or module.rank is None else float(module.rank)
     return replace(module, ending=ending, kind="lora", alpha=alpha)
 

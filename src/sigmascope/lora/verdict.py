@@ -498,7 +498,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "diffusers",
         "warning",
         "The file holds {kinds}, which ComfyUI applies and diffusers does not.",
-        "{advice}",
+        "For diffusers, convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32{model}.",
     ),
     "lora_comfyui_loses_attention": _of_loader(
         "comfyui",
@@ -1110,9 +1110,7 @@ def _not_in_diffusers(verdict: LoraVerdict) -> Iterator[Finding]:
             "lora_comfyui_only",
             {"kinds": ", ".join(kinds)},
             kinds=named,
-            advice="For diffusers, convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32."
-            if {*kinds} <= {"loha", "lokr"}
-            else "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
+            model="" if {*kinds} <= {"loha", "lokr"} else " --model MODEL",
         )
 
 
