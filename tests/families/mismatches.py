@@ -126,7 +126,7 @@ MISMATCHES: dict[str, Mismatch] = {
         "flux",
         "flux",
         "lora_whole_differences",
-        "drops them",
+        "drops it",
         edit=lambda state: state | {"transformer.transformer_blocks.0.attn.norm_q.diff": torch.zeros(8)},
         loaded=50,
         applied="lora_partly_loaded",

@@ -1007,12 +1007,13 @@ def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
     differences = [key for key in keys if key.endswith(_DIFFERENCE_ENDS)]
     if not differences:
         return
+    them = "it" if len(differences) == 1 else "them"
     yield verdict_finding(
         "lora_whole_differences",
         {"keys": len(differences), "first": differences[0]},
         keys=counted(len(differences), "key holds a whole difference", "keys hold whole differences"),
         first=differences[0],
-        takes="drops them silently" if verdict.format == "peft" else "refuses the file because of them",
+        takes=f"drops {them} silently" if verdict.format == "peft" else f"refuses the file because of {them}",
     )
 
 

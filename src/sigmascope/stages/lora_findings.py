@@ -174,8 +174,24 @@ def file_findings(
         is_remark = finding.severity == "info" and finding.id in _ABOUT_NAMES
         if not is_remark or applied is None or (finding is cause and not applied.there):
             yield finding
+    causes = {"lora_not_loaded": cause, "lora_partly_loaded": _why_partly(of_file, verdict, applied)}
     for finding in on_model:
-        yield finding if cause is None or finding.id != "lora_not_loaded" else _because(finding, cause)
+        why = causes.get(finding.id)
+        yield finding if why is None else _because(finding, why)
+
+
+def _why_partly(
+    of_file: Sequence[Finding], verdict: LoraVerdict | None, applied: AppliedVerdict | None
+) -> Finding | None:
+    """What the file shows of why just its whole differences, or just its biases, are not on the model."""
+    if verdict is None or applied is None:
+        return None
+    kinds = {module.name: module.kind for module in verdict.modules}
+    missing = [module.name for module in applied.missing]
+    biases = all(name.endswith(".bias") for name in missing)
+    causes = {"lora_some_biases"} if biases else set()
+    causes |= {"lora_whole_differences"} if all(kinds.get(name) == "diff" for name in missing) else set()
+    return next((finding for finding in of_file if finding.id in causes), None)
 
 
 def _is_of_control(finding: Finding) -> bool:
@@ -187,9 +203,10 @@ def _is_of_control(finding: Finding) -> bool:
 
 
 def _because(not_loaded: Finding, cause: Finding) -> Finding:
-    """That nothing is on the model, with what the file shows of the reason."""
-    start = not_loaded.message.partition(": ")[0]
-    evidence = {**not_loaded.evidence, "cause": cause.id}
+    """That nothing, or not all, is on the model, with what the file shows of the reason."""
+    start = not_loaded.message.partition(": ")[0].partition(" (")[0]
+    is_whole = not_loaded.id == "lora_not_loaded"
+    evidence = {**not_loaded.evidence, "cause": cause.id} if is_whole else not_loaded.evidence
     why = (
         cause.message.replace("The file", "the file", 1)
         if cause.message.startswith("The file")

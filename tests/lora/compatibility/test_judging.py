@@ -266,7 +266,7 @@ def test_whole_differences_are_told(pipelines: Pipelines, save: Save) -> None:
     )
     verdict = judge_lora(path, pipelines("sd15"))
     assert verdict.fits
-    assert "drops them silently" in next(
+    assert "drops it silently" in next(
         one.message for one in verdict.findings if one.id == "lora_whole_differences"
     )
 

@@ -10,7 +10,7 @@ from tests.comfy_shapes.modules import Q
 from tests.comfy_shapes.patchers import ModelPatcher
 
 from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict
-from sigmascope.lora.verdict import LoraVerdict, verdict_finding
+from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, verdict_finding
 from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 from sigmascope.stages.lora_findings import file_findings
@@ -110,3 +110,26 @@ def test_what_a_loader_leaves_out_of_a_file_is_why_nothing_is_there_if_it_may_be
     found = file_findings(LoraVerdict("x.safetensors", findings=(form,)), applied, "comfyui")
     (not_loaded,) = (one.message for one in found if one.id == "lora_not_loaded")
     assert not_loaded.endswith("ComfyUI leaves out some.") is is_why
+
+
+@pytest.mark.parametrize(
+    ("missing", "is_said"), [(("norm",), True), (("norm", "q"), False), (("q",), False), (("q.bias",), False)]
+)
+def test_whole_differences_are_why_they_alone_are_not_there(missing: tuple[str, ...], is_said: bool) -> None:
+    """To convert the file does not help then: PEFT's format holds none of a norm."""
+    kinds = {"norm": "diff", "q": "lora", "q.bias": "lora", "k": "lora"}
+    modules = [ModuleVerdict(name, kind, (4,), "denoiser") for name, kind in kinds.items()]
+    form = verdict_finding(
+        "lora_whole_differences", keys="1 whole difference", first="norm.diff", takes="drops it silently"
+    )
+    partly = verdict_finding(
+        "lora_partly_loaded", missing=len(missing), modules="4 modules", are="are", why="why", first="a"
+    )
+    on_model = tuple(AppliedModule(name) for name in missing)
+    applied = AppliedVerdict("x.safetensors", on_model, findings=(partly,))
+    verdict = LoraVerdict("x.safetensors", modules=tuple(modules), findings=(form,))
+    found = {one.id: one for one in file_findings(verdict, applied, "diffusers")}
+    told = found["lora_partly_loaded"]
+    assert told.message.endswith("diffusers drops it silently.") is is_said
+    assert (told.advice == form.advice) is is_said
+    assert told.severity == "error"
