@@ -374,6 +374,8 @@ def _on_before(run: Run) -> str | None:
     # The look at them is there, and found none that does nothing; it may have failed, or not be over.
     if not loras or last.error is not None or IDLE_LORAS not in last.facts or idle_in_call(last):
         return None
+    if any(facts.nan_count or facts.inf_count for stage in last.walk() for facts in stage.tensors.values()):
+        return None  # their factors may hold NaN, which the look does not search for
     by_adapter: dict[str, list[str]] = {}
     for name, lora in loras.items():
         component, _, adapter = name.partition(".")

@@ -318,6 +318,18 @@ def test_a_lora_of_zeros_changes_nothing_through_any_embeddings() -> None:
         assert program.watched(**given) == (False, {"lora_is_zero"})
 
 
+def test_a_lora_with_nan_that_was_there_before_the_watch_is_not_said_to_act() -> None:
+    pipeline = make_pipeline("sd15")
+    lora = lora_state(pipeline, ["unet"], only="to_q")
+    pipeline.load_lora_weights(
+        {name: factor * torch.nan for name, factor in lora.items()}, adapter_name="bad"
+    )
+    with sigmascope.watch(pipeline) as run:
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert picture.isnan().any()
+    assert acting_lora(run.record()) is None
+
+
 @pytest.mark.parametrize("how", ["strength", "scale", "fused"])
 def test_nan_at_strength_zero_is_never_called_a_lora_that_changes_nothing(how: str) -> None:
     """0 · NaN is NaN, and PEFT multiplies."""
