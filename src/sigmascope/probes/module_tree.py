@@ -163,7 +163,7 @@ class _Part:
 
     references: list[Callable[[], nn.Module | None]]
     kinds: list[type]
-    are_leaves: list[bool]
+    should_stay_bare: list[bool]
     may_have_children: list[bool]
     counts: list[int]
     child_names: list[tuple[str, ...]]
@@ -195,7 +195,7 @@ class _Outline:
             if [*map(type, some)] != part.kinds:
                 return None
             of_some = [*map(_OWN, some)]
-            leaves = [*compress(of_some, part.are_leaves)]
+            leaves = [*compress(of_some, part.should_stay_bare)]
             if any(map(_CHILDREN, leaves)) or any(map(_BUFFERS, leaves)):
                 return None
             children = [*map(_CHILDREN, compress(of_some, part.may_have_children))]
@@ -416,13 +416,27 @@ def _outline(found: _Walk, own: Sequence[Mapping[str, Any]]) -> _Outline:
     plain: object = object.__hash__
     if found.has_others or any(kind.__hash__ is not plain for kind in {*map(type, found.modules)}):
         raise TypeError("what is registered is no module, or a class has a hash of its own")
+    factors = _factors(found.modules, found.shape.parents)
     pieces = (slice(start, start + _AT_ONCE) for start in range(0, len(own), _AT_ONCE))
-    parts = [_part(found.modules[piece], own[piece], found.registered[piece]) for piece in pieces]
+    parts = [
+        _part(found.modules[piece], own[piece], found.registered[piece], factors[piece]) for piece in pieces
+    ]
     return _Outline(parts, found.names, found.shape, {}, _Hooks(map(type, found.modules)))
 
 
+def _factors(modules: Sequence[nn.Module], parents: Sequence[int]) -> list[bool]:
+    """Whether each module is in a dictionary of an adapter's layer: PEFT makes it, and nobody puts anything on it."""
+    in_layers = [parent >= 0 and hasattr(type(modules[parent]), OF_ADAPTERS) for parent in parents]
+    return [
+        parent >= 0 and in_layers[parent] and type(modules[parent]) in _DICTIONARIES for parent in parents
+    ]
+
+
 def _part(
-    modules: Sequence[nn.Module], own: Sequence[Mapping[str, Any]], registered: Sequence[Sequence[str]]
+    modules: Sequence[nn.Module],
+    own: Sequence[Mapping[str, Any]],
+    registered: Sequence[Sequence[str]],
+    factors: Sequence[bool],
 ) -> _Part:
     kinds = [*map(type, modules)]
     held = [*map(_CHILDREN, own)]
@@ -441,7 +455,7 @@ def _part(
     return _Part(
         [*map(weakref.ref, modules)],
         kinds,
-        are_leaves,
+        [is_leaf and not is_factor for is_leaf, is_factor in zip(are_leaves, factors, strict=True)],
         may_have_children,
         [*map(len, children)],
         [*map(tuple, full)],
