@@ -59,7 +59,7 @@ def test_a_lora_is_judged_by_the_weights(server: Server) -> None:
         ("text", "model only", 0, 12, "a text encoder that was not given"),
         ("text", "not wired", 0, 12, "no node takes the text encoder"),
         ("flux", "", 0, 19, "the file is for FLUX by its names, the model is Stable Diffusion 1.5"),
-        ("half", "", 3, 7, "4 of the file's 7 modules are not on the model"),
+        ("half", "", 3, 7, "4 of 7 modules have an unknown prefix before a name that the model has"),
         ("zeros", "", 0, 7, "all its changes are zero"),
     ],
 )
