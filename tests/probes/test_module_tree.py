@@ -31,6 +31,11 @@ def rename(made: Any) -> None:
     held["c"] = held.pop("b")
 
 
+def swap_names(made: Any) -> None:
+    held = made[3][1]._modules
+    held["a"], held["b"] = held["b"], held["a"]
+
+
 def move(made: Any) -> None:
     """The children of all modules in their order are the same then."""
     made[4][1].other = nn.Sequential()
@@ -53,6 +58,7 @@ def replace_by_a_new_one(made: Any) -> None:
     "change",
     [
         rename,
+        swap_names,
         move,
         change_class,
         replace_by_a_new_one,
@@ -140,7 +146,7 @@ def test_where_a_name_is_held_is_told_of_all_modules_or_of_some() -> None:
     made = model()
     made[1].mark, made[3].mark = 1, None
     tree = tree_of(made)
-    first, second = tree.indices([made[1], made[3]])
+    first, second = (tree.indices()[id(module)] for module in (made[1], made[3]))
     assert tree.holding("mark") == [first, second]
     assert tree.holding("mark", [0, second]) == [second]
     assert [own["mark"] for own in tree.own_at([second, first])] == [None, 1]

@@ -81,12 +81,11 @@ class ModuleTree:
         found: _Found = self.derived[what]
         return found
 
-    def indices(self, modules: Iterable[nn.Module]) -> list[int]:
-        """Where these modules are in `modules`."""
-        places = self.derive(
+    def indices(self) -> Mapping[int, int]:
+        """Where each module is in `modules`, by its `id`."""
+        return self.derive(
             "indices by id", lambda: dict(zip(map(id, self.modules), range(len(self.modules)), strict=True))
         )
-        return [*map(places.__getitem__, map(id, modules))]
 
     def classes(self) -> Collection[type[nn.Module]]:
         """The classes of all modules, each once."""
@@ -166,9 +165,8 @@ class _Part:
     should_stay_bare: list[bool]
     may_have_children: list[bool]
     counts: list[int]
-    child_names: list[tuple[str, ...]]
     to_children: list[Callable[[Mapping[str, Any]], object]]
-    child_hashes: list[int]
+    child_hash: int
     may_have_weights: list[bool]
     may_have_buffers: list[bool]
     are_called: list[bool]
@@ -201,11 +199,7 @@ class _Outline:
             children = [*map(_CHILDREN, compress(of_some, part.may_have_children))]
             if [*map(len, children)] != part.counts:
                 return None
-            full = [*filter(None, children)]
-            if [*map(tuple, full)] != part.child_names:
-                return None
-            # A module's hash is made of its place in memory, and no two that are there have one place.
-            if [*map(hash, map(operator.call, part.to_children, full))] != part.child_hashes:
+            if _child_hash(part.to_children, children) != part.child_hash:
                 return None
             modules += some
             own += of_some
@@ -214,6 +208,16 @@ class _Outline:
             rerouted += _rerouted_among([*compress(of_some, part.are_called)])
         hooked = self.hooks.of(own)
         return ModuleTree(modules, self.names, own, self.shape, self.derived, tensors, hooked, rerouted)
+
+
+def _child_hash(
+    to_children: Iterable[Callable[[Mapping[str, Any]], object]], children: Iterable[Mapping[str, Any]]
+) -> int:
+    """Of the modules under the names that were registered; fails if one has become another name.
+
+    A module's hash is made of its place in memory, and no two that are there have one place.
+    """
+    return hash((*map(operator.call, to_children, filter(None, children)),))
 
 
 def _parameters_in(owns: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
@@ -446,7 +450,6 @@ def _part(
     ]
     may_have_children = [not is_leaf for is_leaf in are_leaves]
     children = [*compress(held, may_have_children)]
-    full = [*filter(None, children)]
     to_children = [_getter(*names) for names in registered if names]
     may_have_weights = [
         kind not in _WITHOUT_WEIGHTS and not (hasattr(kind, OF_ADAPTERS) and _is_bare(module))
@@ -458,9 +461,8 @@ def _part(
         [is_leaf and not is_factor for is_leaf, is_factor in zip(are_leaves, factors, strict=True)],
         may_have_children,
         [*map(len, children)],
-        [*map(tuple, full)],
         to_children,
-        [*map(hash, map(operator.call, to_children, full))],
+        _child_hash(to_children, children),
         may_have_weights,
         [may and not is_leaf for may, is_leaf in zip(may_have_weights, are_leaves, strict=True)],
         [kind not in _NEVER_CALLED for kind in kinds],

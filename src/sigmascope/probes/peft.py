@@ -659,8 +659,9 @@ def _modules(
 def _places(tree: ModuleTree) -> _Places:
     shape = tree.shape
     if shape.has_repeats or not _AROUND_WHOLE_MODELS.keys().isdisjoint(shape.own_names):
-        walked = [*_walk(tree.modules[0])]
-        return [*zip((name for name, _ in walked), tree.indices(module for _, module in walked), strict=True)]
+        indices = tree.indices()
+        walked = ((name, indices.get(id(module))) for name, module in _walk(tree.modules[0]))
+        return [(name, index) for name, index in walked if index is not None]
     inner_of = dict(_wrapping(tree))
     names: list[str | None] = [""]
     for parent, own in zip(shape.parents[1:], shape.own_names[1:], strict=True):

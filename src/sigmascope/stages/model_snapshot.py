@@ -569,10 +569,9 @@ def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, str, Tensor]]:
 def _places(tree: ModuleTree) -> "list[tuple[_Place, int]]":
     shape = tree.shape
     if shape.has_repeats:
-        walked = [*_walk(tree.modules[0])]
-        return [
-            *zip((place for place, _ in walked), tree.indices(module for _, module in walked), strict=True)
-        ]
+        indices = tree.indices()
+        walked = ((place, indices.get(id(module))) for place, module in _walk(tree.modules[0]))
+        return [(place, index) for place, index in walked if index is not None]
     around = {parent for parent, own in zip(shape.parents, shape.own_names, strict=True) if own in _WRAPPED}
     wrapping = {index for index in around if hasattr(type(tree.modules[index]), "adapter_layer_names")}
     places = [("", "", False, False)]

@@ -1,9 +1,11 @@
 from typing import Any
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from sigmascope.probes.models import module_facts, modules_in, named_modules_in, own_buffers, own_parameters
+from sigmascope.probes.peft import adapter_layers
 from sigmascope.stages.model_snapshot import weights_in
 
 
@@ -38,6 +40,18 @@ def test_nothing_of_the_model_is_called() -> None:
     made = nn.Sequential(Shy(3, 2), nn.ReLU())
     assert module_facts(made).parameters == 8
     assert list(weights_in(made, "UNet").base) == ["0.weight", "0.bias"]
+
+
+def test_a_layer_that_is_registered_twice_can_be_beside_adapters() -> None:
+    """T5's embedding is."""
+    shared = nn.Embedding(8, 4)
+    made = nn.ModuleDict({"shared": shared, "embed": nn.Sequential(shared), "out": nn.Linear(4, 4)})
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["out"]), made, "a")
+    names = [*made.state_dict()]
+    found = weights_in(made, "T5")
+    assert [*found.adapters] == [name for name in names if "lora_" in name]
+    assert [*found.base] == [name.replace("base_layer.", "") for name in names if "lora_" not in name]
+    assert [name for name, _ in adapter_layers(made)] == ["out"]
 
 
 def test_buffers_that_a_state_dict_leaves_out_can_be_left_out() -> None:
