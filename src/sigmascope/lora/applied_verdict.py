@@ -19,17 +19,11 @@ from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.compatibility import Misfit, Model, Placement, error_text, place, shapes_of
 from sigmascope.lora.factors import LoraFactors, scale_of_factors
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.lora.layer_names import WEIGHT
 from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.reader import open_lora
-from sigmascope.lora.verdict import (
-    ABSENCES,
-    LoraVerdict,
-    is_opposed,
-    opposed_finding,
-    unreadable,
-    verdict_finding,
-)
+from sigmascope.lora.verdict import ABSENCES, is_opposed, opposed_finding, unreadable, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.copies import on_host
 from sigmascope.probes.reading import attempt

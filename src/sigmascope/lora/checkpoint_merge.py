@@ -40,12 +40,12 @@ from sigmascope.lora.file import (
     refuse_inputs,
     require_model,
 )
+from sigmascope.lora.file_verdict import variant_finding
 from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
 from sigmascope.lora.merge import MergeMethod, merged_from, require_weights
 from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import InputLora
-from sigmascope.lora.verdict import variant_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 from sigmascope.units import counted, first_few, format_size

@@ -34,18 +34,13 @@ from sigmascope.lora.families import (
 from sigmascope.lora.families.known import PARTS_BY_ENCODER, must_have
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.file_family import FileFamily, file_family, title_of
+from sigmascope.lora.file_verdict import LoraVerdict, ModuleVerdict, verdict_findings
 from sigmascope.lora.kinds.fused import Weights
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
 from sigmascope.lora.linalg import as_float64, same_matrix
 from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, is_of_controlnet, parse_name
 from sigmascope.lora.reader import lora_in
-from sigmascope.lora.verdict import (
-    LoraVerdict,
-    ModuleVerdict,
-    Reason,
-    unreadable,
-    verdict_findings,
-)
+from sigmascope.lora.verdict import Reason, unreadable
 from sigmascope.probes.peft import adapted_modules, own_tensors, wrapped
 from sigmascope.probes.reading import describe
 from sigmascope.units import counted, first_few

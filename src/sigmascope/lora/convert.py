@@ -44,6 +44,7 @@ from sigmascope.lora.file import (
     require_model,
 )
 from sigmascope.lora.file_family import file_family, layout_as, nearest_family, title_of, told_by_lora
+from sigmascope.lora.file_verdict import variant_finding
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.kinds.fused import PartOfFused, SwappedHalves
@@ -62,7 +63,6 @@ from sigmascope.lora.resize import (
     weighted_error,
 )
 from sigmascope.lora.statistics import RIDGE
-from sigmascope.lora.verdict import variant_finding
 from sigmascope.lora.writer import LoraWriter, holds, storage_dtype
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding

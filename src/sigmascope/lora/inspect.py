@@ -20,6 +20,7 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import LoraFormatError, SigmascopeError
 from sigmascope.lora.effect import Effect, finite, weight_norm
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
+from sigmascope.lora.file_verdict import LoraVerdict, ModuleVerdict
 from sigmascope.lora.health import dead_modules, health_findings
 from sigmascope.lora.hosts import HostReading, readings_and_findings
 from sigmascope.lora.layer_names import block_position
@@ -27,7 +28,7 @@ from sigmascope.lora.linalg import root_sum_square
 from sigmascope.lora.module_strength import ModuleStrength, measured_modules
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import any_kind_in, open_lora
-from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, verdict_finding
+from sigmascope.lora.verdict import verdict_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 from sigmascope.units import counted

@@ -25,9 +25,9 @@ from sigmascope.lora.compatibility import missing_in_variant, unmatched_reasons
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file_verdict import variant_finding
 from sigmascope.lora.linalg import same_matrix
 from sigmascope.lora.module_names import parse_name
-from sigmascope.lora.verdict import variant_finding
 from sigmascope.probes.models import components_of
 from sigmascope.units import counted, first_few
 

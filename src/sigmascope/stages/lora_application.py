@@ -21,8 +21,8 @@ from rich.console import Console
 
 from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.file_family import title_of
+from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.lora.norms_at_once import norms_at_once
-from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending

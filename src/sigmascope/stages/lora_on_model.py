@@ -28,6 +28,7 @@ from sigmascope.lora.compatibility import judge_lora, judge_opened, shapes_of
 from sigmascope.lora.effect import ChangeBases, LoraOverlap, angles_of, effect_of, overlaps, weight_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, family_in, read_training_facts
+from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.norms_at_once import norms_at_once
@@ -42,7 +43,7 @@ from sigmascope.lora.patches import (
     strength_of,
 )
 from sigmascope.lora.reader import lora_in, open_lora
-from sigmascope.lora.verdict import LoraVerdict, is_opposed
+from sigmascope.lora.verdict import is_opposed
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_host

@@ -12,7 +12,7 @@ from tests.families import FAMILIES
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lora.compatibility import judge_lora
-from sigmascope.lora.verdict import LoraVerdict, match_sentence
+from sigmascope.lora.file_verdict import LoraVerdict, match_sentence
 
 Pipelines = Callable[[str], Any]
 Save = Callable[..., Path]

@@ -10,7 +10,8 @@ from tests.comfy_shapes.modules import Q
 from tests.comfy_shapes.patchers import ModelPatcher
 
 from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict
-from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, verdict_finding
+from sigmascope.lora.file_verdict import LoraVerdict, ModuleVerdict
+from sigmascope.lora.verdict import verdict_finding
 from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 from sigmascope.stages.lora_findings import file_findings

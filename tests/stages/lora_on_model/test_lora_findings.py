@@ -15,7 +15,7 @@ from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline,
 
 from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict, judge_applied
 from sigmascope.lora.compatibility import judge_lora
-from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.probes.peft import read_adapters
 from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from sigmascope.lora.arrival import Arrival, Arrivals
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
     from sigmascope.lora.effect import BlockEffect, Effect
+    from sigmascope.lora.file_verdict import LoraVerdict
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
     from sigmascope.lora.intruders import Intruders
-    from sigmascope.lora.verdict import LoraVerdict
 
 
 app = typer.Typer(rich_markup_mode="rich")
@@ -527,8 +527,8 @@ def _first_sentences(report: "LoraInspection", on_model: OnModel | None) -> Iter
 
 def _match_sentence(report: "LoraInspection", on_model: OnModel) -> Text:
     from sigmascope.checkpoints.hub import model_name
+    from sigmascope.lora.file_verdict import match_sentence
     from sigmascope.lora.hosts import loading_nothing
-    from sigmascope.lora.verdict import match_sentence
 
     verdict = on_model.verdict
     said = match_sentence(verdict, model_name(on_model.model))
