@@ -173,6 +173,7 @@ def find_stage_findings(run: Run) -> list[Finding]:
     ]
     known = {finding.id for finding in findings}
     known |= {lora_state.IS_ZERO} if lora_state.UNTRAINED in known else set()
+    known |= {lora_state.MERGED_AT_ZERO} if lora_state.saw_merging(run) else set()
     idle = [finding for stage in run.walk() for finding in _read(stage.facts.get(IDLE_LORAS), stage)]
     return findings + list({finding.id: finding for finding in idle if finding.id not in known}.values())
 

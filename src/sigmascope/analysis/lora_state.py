@@ -36,9 +36,9 @@ _STATES_OF_CALLS: Final = frozenset(
     }
 )
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
-_MERGED_AT_ZERO: Final = "lora_merged_at_zero"
+MERGED_AT_ZERO: Final = "lora_merged_at_zero"
 """What is open for who sees a call alone: a change that was watched tells what was merged."""
-OPEN_VERDICTS: Final = frozenset({"lora_encoder_not_run", "lora_in_base", _MERGED_AT_ZERO, "lora_not_seen"})
+OPEN_VERDICTS: Final = frozenset({"lora_encoder_not_run", "lora_in_base", MERGED_AT_ZERO, "lora_not_seen"})
 """Findings that nobody knows whether a LoRA acts."""
 _BESIDE: Final = frozenset({"lora_off_in_base", "lora_beside_merged"})
 """Findings on the model beside the LoRAs that act: no reason why one does not."""
@@ -133,7 +133,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
                 idle = {}
             if str(stage.facts.get("method")).startswith(_MERGING):
                 merged_at = _strengths_in_weights(analysis)
-        elif merged_at and _cause(idle_in_call(stage)).get("id") == _MERGED_AT_ZERO:
+        elif merged_at and _cause(idle_in_call(stage)).get("id") == MERGED_AT_ZERO:
             if not any(merged_at):
                 idle, is_over = _at_zero(_cause(idle_in_call(stage))), True
         elif idle_in_call(stage):
@@ -155,18 +155,26 @@ def _strengths_in_weights(analysis: Mapping[str, Any]) -> list[float]:
     return [end for lora in merged for end in _range(lora.get("strengths")) or ()]
 
 
+def saw_merging(run: Run) -> bool:
+    """Whether a change in the record tells with which strengths LoRAs were put into the weights."""
+    changes = ((stage.facts.get(_FACT), str(stage.facts.get("method"))) for stage in run.walk())
+    return any(
+        method.startswith(_MERGING) and _strengths_in_weights(_mapping(analysis))
+        for analysis, method in changes
+    )
+
+
 def _sides(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
 
 
 def _at_zero(finding: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is left of the open question once it was seen that the LoRA was merged with strength 0."""
-    weights = units.counted(int(_mapping(finding.get("evidence")).get("patched_keys") or 0), "weight")
-    return {
-        **finding,
-        "id": "lora_strength_zero",
-        "message": f"The LoRA changes nothing: it has strength 0 on {weights}.",
-    }
+    """What is left of the open question once it was seen that the LoRA was merged with strength 0: the watch wrote it down."""
+    says = _mapping(finding.get("evidence")).get(_IF_MERGED_AT_ZERO)
+    return {**finding, "id": "lora_strength_zero", "message": says} if says else finding
+
+
+_IF_MERGED_AT_ZERO: Final = "if_merged_at_0"
 
 
 @rule("model.lora_elsewhere", "warning", about="the model", looks_at="run")

@@ -13,16 +13,10 @@ from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.arrival import Arrival, arrival_findings
 from sigmascope.lora.effect import WEIGHT_NOT_FINITE
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import sort_patches
-from sigmascope.lora.verdict import (
-    VERDICTS,
-    LoraVerdict,
-    is_opposed,
-    is_without_values,
-    opposed_finding,
-    verdict_finding,
-)
+from sigmascope.lora.verdict import VERDICTS, is_opposed, is_without_values, opposed_finding, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.peft import NO_VALUES
@@ -66,9 +60,9 @@ _CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _AS_BEFORE: Final = "lora_as_before"
 IN_BASE: Final = "lora_in_base"
+"""The finding that nobody knows whether a LoRA acts that changed the model itself."""
 MERGED_AT_ZERO: Final = "lora_merged_at_zero"
 """Without a baseline nobody knows with which strength it was merged: PEFT keeps the one that was set last."""
-"""The finding that nobody knows whether a LoRA acts that changed the model itself."""
 OFF_IN_BASE: Final = "lora_off_in_base"
 """The finding that an adapter which is off, or gone, changed the model itself, beside what acts."""
 _CANCELLED: Final = {SAME_CANCELLED, OPPOSITE}
@@ -307,9 +301,12 @@ def _by_name(finding: Finding, changes: Sequence[IdleChange]) -> Finding:
 def _idle_finding(cause: str, changes: Sequence[IdleChange]) -> Finding:
     first = changes[0]
     weights = counted(len({change.key for change in changes}), "weight")
+    evidence: _Evidence = {"patched_keys": len(changes), "example": first.key}
+    if cause == MERGED_AT_ZERO:  # who reads a record may know that it was merged at 0
+        evidence["if_merged_at_0"] = verdict_finding("lora_strength_zero", weights=weights).message
     return verdict_finding(
         cause,
-        {"patched_keys": len(changes), "example": first.key},
+        evidence,
         weights=weights,
         modules=weights,
         count=weights,

@@ -633,4 +633,5 @@ def test_a_strength_of_0_that_was_set_after_merging_takes_nothing_out_of_the_wei
     else:
         assert (idle is None) is acts
         assert idle is None or "strength 0 on 181 weights" in idle
+    assert any("unknown" in finding.message for finding in run.findings) is not is_merging_watched
     assert (acting_lora(run) is not None) is (acts and is_merging_watched)
