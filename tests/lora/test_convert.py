@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.families import make_pipeline
+from tests.families.loras import lora_state, modules_of, write
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, LoraFormatError
@@ -777,3 +779,31 @@ def test_modules_that_have_only_numbers_are_converted_where_the_model_has_them(t
     save_file({f"net.{number}.weight": torch.ones(4, 4) for number in (0, 2)}, model)
     convert_lora(source, target, "kohya", model=model)
     assert {key.partition(".")[0] for key in load_file(target)} == {"lora_unet_net_0", "lora_unet_net_2"}
+
+
+@pytest.mark.parametrize(("family", "only"), [("sd15", ""), ("sd15", "resnets"), ("sdxl", "resnets")])
+def test_kohya_names_of_a_unet_whose_family_is_a_guess_are_read_by_all_pipelines(
+    family: str, only: str, tmp_path: Path
+) -> None:
+    """No width tells these small U-Nets, nor convolutions of real ones, apart."""
+    pipeline: Any = make_pipeline(family)
+    state = lora_state(pipeline, ["unet"], only=only)
+    report = convert_lora(
+        write(state, tmp_path / "in.safetensors"), tmp_path / "out.safetensors", format="kohya"
+    )
+    assert report.family_doubt is not None
+    with safe_open(report.target, "pt") as file:
+        assert not {"modelspec.architecture", "ss_base_model_version"} & {*file.metadata()}
+    pipeline.load_lora_weights(str(report.target))
+    layers = [name for name, module in pipeline.unet.named_modules() if getattr(module, "lora_A", None)]
+    assert {f"unet.{name}" for name in layers} == modules_of(state)
+
+
+def test_a_second_text_encoder_tells_that_a_unet_is_of_sdxl(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sdxl")
+    state = lora_state(pipeline, ["unet"], only="resnets")
+    state |= lora_state(pipeline, ["text_encoder_2"], only="q_proj")
+    report = convert_lora(
+        write(state, tmp_path / "in.safetensors"), tmp_path / "out.safetensors", format="kohya"
+    )
+    assert (report.family, report.family_doubt) == ("sdxl", None)

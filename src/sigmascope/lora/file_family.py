@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
 
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lora.families import (
@@ -24,8 +23,8 @@ from sigmascope.lora.file import LoraFile, family_in
 from sigmascope.lora.module_names import (
     BIAS,
     CONTEXT_LAYERS,
-    flat,
     is_of_family,
+    mark_of_sdxl,
     naming_of,
     parse_name,
     parse_names,
@@ -34,12 +33,6 @@ from sigmascope.lora.module_names import (
     unwrapped,
 )
 from sigmascope.units import counted
-
-_MARKS_OF_SDXL: Final = {
-    "transformer_blocks_9_": "ten transformer blocks in a row",
-    "add_embedding_linear": "its embedding of image sizes",
-    "label_emb_0": "its embedding of image sizes",
-}
 
 
 def told_by_lora(lora: LoraFile, layers: Iterable[str], layout: ModelLayout) -> ModelLayout:
@@ -241,9 +234,9 @@ def _unet_file_family(lora: LoraFile, by_names: str, stated: str | None) -> File
         return FileFamily(CONTEXT_WIDTHS[width], True, f"cross attention that reads {width} features")
     if stated in UNET_FAMILIES:
         return FileFamily(stated, True, "its header")
-    for mark, words in _MARKS_OF_SDXL.items():
-        if any(mark in flat(name) for name in lora.names):
-            return FileFamily("sdxl", True, words)
+    mark = mark_of_sdxl(lora.names)
+    if mark is not None:
+        return FileFamily("sdxl", True, mark)
     return FileFamily(None, True, "the names of a U-Net, whose width is not known")
 
 

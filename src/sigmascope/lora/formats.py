@@ -246,11 +246,14 @@ class LoraFormat:
     keys: FactorKeys = field(default_factory=FactorKeys)
     takes_rest: bool = False
 
-    def naming(self, family: str) -> Naming | None:
-        """The naming of a family's layers that the names follow; None for the checkpoint's own."""
-        if family == "unknown":
+    def naming(self, layout: ModelLayout) -> Naming | None:
+        """The naming of a model's layers that the names follow; None for the checkpoint's own."""
+        if layout.family == "unknown":
             return None
-        return family_named(family).kohya_naming if self.name == "kohya" else self.usual_naming
+        if self.name != "kohya":
+            return self.usual_naming
+        # Of every U-Net, hosts read diffusers' names; diffusers reads original ones for SDXL alone.
+        return "diffusers" if layout.is_any_unet else family_named(layout.family).kohya_naming
 
     def name_for(
         self,
@@ -286,7 +289,7 @@ class LoraFormat:
         Raises:
             LoraFormatError: The layer has no known name in that naming.
         """
-        wanted = self.naming(layout.family)
+        wanted = self.naming(layout)
         part, path = layout.split(layer)
         return path if wanted is None else renamed(path, part, layout, wanted, blocks)
 

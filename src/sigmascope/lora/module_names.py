@@ -146,6 +146,14 @@ _BLOCKS: Final = re.compile(
 )
 _TRANSFORMER_BLOCK: Final = re.compile(r"transformer_blocks_(\d+)_(\w+)")
 
+_MARKS_OF_SDXL: Final = {
+    "transformer_blocks_9_": "ten transformer blocks in a row",
+    "add_embedding_linear": "its embedding of image sizes",
+    "label_emb_0": "its embedding of image sizes",
+    "text_encoder_2_": "its second text encoder",
+    "lora_te2_": "its second text encoder",
+}
+"""What flat names of a U-Net's LoRA have in them that are for SDXL."""
 CONTEXT_LAYERS: Final = ("attn2.to_k", "attn2.to_v", "attn2_to_k", "attn2_to_v")
 
 
@@ -661,7 +669,8 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
             f"{lora} is not for the family {family}: {otherwise}.",
             hint="Give the model that it is for (--model).",
         )
-    family = family or _family(lora, placed, shapes)
+    asked = family
+    family = asked or _family(lora, placed, shapes)
     if family == "unknown":
         family = _family(lora, placed, {_by_flat(path): shape for path, shape in shapes.items()})
     placed = {
@@ -670,13 +679,20 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
     }
     shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
     naming, blocks = naming_of(lora, family, shapes), blocks_of(shapes, usual_blocks(family), complete=False)
+    is_any_unet = (
+        asked is None
+        and family in UNET_FAMILIES - {"lbm"}
+        and family_in(lora.metadata) != family
+        and _shown_unet_family(lora, shapes) is None
+    )
     layers = {
         name: _OWN_PREFIXES.get(_part_of(family, name) if part.startswith("text") else part, "")
         + (_in_naming(naming, family, path, lora, blocks) if part == "denoiser" else path)
         for name, (part, path) in placed.items()
     }
     own = {name: layer + BIAS if name.endswith(BIAS) else layer for name, layer in layers.items()}
-    return ParsedNames(ModelLayout(family, naming, _OWN_PREFIXES), own, tuple(unknown), blocks)
+    layout = ModelLayout(family, naming, _OWN_PREFIXES, is_any_unet)
+    return ParsedNames(layout, own, tuple(unknown), blocks)
 
 
 def _by_flat(path: str) -> str:
@@ -720,7 +736,7 @@ def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int
     if any(name.startswith("denoiser.") for name in names):
         return "lbm"
     if _are_of_unet(shapes):
-        return _unet_family(shapes)
+        return _shown_unet_family(lora, shapes) or _likely_unet_family(shapes)
     if len(shapes) == 1 and not _NUMBERED.search(next(iter(shapes))):
         return "unknown"  # one layer outside of blocks has a name that any model may use, such as `first`
     fitting = [family for family in families_with(shapes) if family_misfit(family, shapes) is None]
@@ -739,11 +755,24 @@ def _are_of_unet(paths: Iterable[str]) -> bool:
     )
 
 
-def _unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """By the width of what cross attention attends to; else by the number of blocks."""
+def _shown_unet_family(lora: LoraFile, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """By the width of what cross attention attends to, or by what SDXL alone has; None where neither tells."""
     context = [shape for path, shape in shapes.items() if path.endswith(CONTEXT_LAYERS) and len(shape) == 2]
-    if context:
-        return "lbm" if attends_to_itself(context) else WIDTHS_BY_NAMES.get(context[0][1], "sdxl")
+    if context and (attends_to_itself(context) or context[0][1] in WIDTHS_BY_NAMES):
+        return "lbm" if attends_to_itself(context) else WIDTHS_BY_NAMES[context[0][1]]
+    return "sdxl" if mark_of_sdxl(lora.names) is not None else None
+
+
+def mark_of_sdxl(names: Iterable[str]) -> str | None:
+    """What among the names of a U-Net's modules is SDXL's alone, in words; None if nothing is."""
+    flat_names = [flat(name) for name in names]
+    return next(
+        (words for mark, words in _MARKS_OF_SDXL.items() if any(mark in name for name in flat_names)), None
+    )
+
+
+def _likely_unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """By the number of blocks, a guess."""
     numbered = ("down_blocks.3.", "up_blocks.3.", *(f"input_blocks.{number}." for number in (9, 10, 11)))
     return "sd15" if any(path.startswith(numbered) for path in shapes) else "sdxl"
 

@@ -415,7 +415,7 @@ class LoraWriter:
 
     @property
     def _divides(self) -> bool:
-        return self.format.naming(self.layout.family) == "diffusers"
+        return self.format.naming(self.layout) == "diffusers"
 
     def _factor_keys(self, layer: str) -> list[str]:
         if self._own_names is not None:
@@ -450,7 +450,7 @@ class LoraWriter:
         if not self.tally.kinds:
             raise _no_modules()
         family = self.layout.family
-        if self._own_names is not None:
+        if self._own_names is not None or self.layout.is_any_unet:
             family = family_in(self._inherited) or "unknown"
         header = self.tally.header(self.format.name, family, self._write_alphas())
         if self.format.name == "peft":

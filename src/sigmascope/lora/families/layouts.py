@@ -79,11 +79,13 @@ class ModelLayout:
             under `denoiser.`. `diffusers`. `sgm`: the U-Net keys of CompVis and Stability AI (`input_blocks`).
             `original`: the family's own (`double_blocks`, `joint_blocks`, WAN's `self_attn`). `unknown`.
         prefixes: What stands before the keys of each part: `unet.`, `model.diffusion_model.`, or nothing.
+        is_any_unet: Whether the family is a guess among those of U-Nets, which share their layers' names.
     """
 
     family: str
     naming: str
     prefixes: Mapping[Part, str]
+    is_any_unet: bool = False
 
     def split(self, key: str) -> tuple[Part, str]:
         """The part that a key belongs to, and the key inside that part.
