@@ -1,4 +1,4 @@
-"""Seventeen LoRA files that are not for the pipeline that loads them, and what diffusers makes of each."""
+"""Nineteen LoRA files that are not for the pipeline that loads them, and what diffusers makes of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +31,16 @@ def renamed(old: str, new: str) -> Edit:
 
 def wider(state: State) -> State:
     return {key: torch.cat([value, value], 1) if "lora_A" in key else value for key, value in state.items()}
+
+
+def flat_in_diffusers(state: State) -> State:
+    """Kohya's form with the names that layers have in diffusers, which kohya's own files of DiTs never have."""
+    ends = {"lora_A": "lora_down", "lora_B": "lora_up"}
+    found: State = {}
+    for key, value in state.items():
+        name, end = key.removeprefix("transformer.").removesuffix(".weight").rsplit(".", 1)
+        found[f"lora_unet_{name.replace('.', '_')}.{ends[end]}.weight"] = value
+    return found
 
 
 def with_alphas(state: State) -> State:
@@ -91,6 +101,22 @@ MISMATCHES: dict[str, Mismatch] = {
     "SDXL for SD1.5": Mismatch("sdxl", "sd15", "lora_other_architecture", "SDXL", raises=RuntimeError),
     "kohya's names straight into the adapter loader": Mismatch(
         "sd15", "sd15", "lora_kohya_names", edit=as_kohya, load=into_adapter_loader, raises=IndexError
+    ),
+    "kohya's start before a DiT's names in diffusers": Mismatch(
+        "flux",
+        "flux",
+        "lora_names_unread",
+        "such as lora_unet_context_embedder.lora_down in a file for FLUX",
+        edit=flat_in_diffusers,
+        raises=ValueError,
+    ),
+    "kohya's start before PEFT's ends": Mismatch(
+        "sd15",
+        "sd15",
+        "lora_names_unread",
+        "such as lora_unet_conv_in.lora_A in a file",
+        edit=renamed("unet.", "lora_unet_"),
+        raises=ValueError,
     ),
     "the adapter loader's default prefix": Mismatch(
         "sd15", "sd15", "lora_adapter_prefix", 'prefix="unet"', load=into_adapter_loader_by_default

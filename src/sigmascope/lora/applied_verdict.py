@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
+from math import isfinite, nan
 from os import PathLike
 from typing import Any, Final, NamedTuple
 
@@ -313,7 +314,7 @@ class _Found(NamedTuple):
         patch, times = self.patch, None
         if patch.state in _IDLE:
             return 0.0
-        if patch.strength is None or patch.scale is None:
+        if patch.strength is None or patch.scale is None or not isfinite(patch.scale):
             return None
         if self.change is None:
             times = None if patch.adapter_type != "lora" or self.scale == 0.0 else 1.0 / self.scale
@@ -346,9 +347,7 @@ def _applied_module(
     try:
         for key, patch in candidates:
             if (name, id(patch)) in equal:
-                alpha, rank = lora.alpha_of(name), lora.rank_of(name) or 1
-                scale = scale_of_factors(alpha, rank, lora.shape_of(name))
-                same.append(_Found(key, patch, None, scale))
+                same.append(_Found(key, patch, None, _scale_of(lora, name)))
                 continue
             own = own or _without_nan(lora.change(name))
             change = _matching_form(own, placing, key, _patch_without_nan(patch))
@@ -361,6 +360,14 @@ def _applied_module(
         sources = f" of {', '.join(sorted(others))}" if others else ""
         return AppliedModule(name, detail=ABSENCES["others"].format(key=keys[0], sources=sources))
     return _there(name, same)
+
+
+def _scale_of(lora: LoraFile, name: str) -> float:
+    """The scale of a module's factors; NaN if its alpha is NaN or Inf."""
+    try:
+        return scale_of_factors(lora.alpha_of(name), lora.rank_of(name) or 1, lora.shape_of(name))
+    except NonFiniteError:
+        return nan
 
 
 def _without_nan(change: Change) -> Change:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint, shard_of
 from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeError
-from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import align, layout_for
 from sigmascope.lora.factors import LoraFactors, scale_of_factors
 from sigmascope.lora.families import (
@@ -35,6 +34,7 @@ from sigmascope.lora.families.known import PARTS_BY_ENCODER, must_have
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.file_family import FileFamily, file_family, title_of
 from sigmascope.lora.file_verdict import LoraVerdict, ModuleVerdict, verdict_findings
+from sigmascope.lora.kinds.base_change import norm_without_base
 from sigmascope.lora.kinds.fused import Weights
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
 from sigmascope.lora.linalg import as_float64, same_matrix
@@ -199,14 +199,9 @@ def incomplete_base(shapes: Shapes, path: Path | None = None) -> str | None:
 
 def energy_of(lora: LoraFile, names: Iterable[str]) -> float | None:
     """Σ ‖ΔW‖² of some modules of a LoRA, which are read; None if one depends on the model's weights."""
-    norms = [_norm_of(lora.change(name)) for name in names]
+    norms = [norm_without_base(lora.change(name)) for name in names]
     known = [norm for norm in norms if norm is not None]
     return fsum(norm**2 for norm in known) if len(known) == len(norms) else None
-
-
-def _norm_of(change: LoraFactors | WeightChange) -> float | None:
-    """‖ΔW‖; None if it depends on the model's weight."""
-    return None if getattr(change, "needs_base", False) else change.frobenius_norm()
 
 
 @contextmanager
@@ -232,7 +227,8 @@ def _module_verdicts(
     file, undescribed = (None, {}) if base is None else (base.path, base.undescribed)
     placing, family = place(lora, shapes, path=file), file_family(lora)
     reasons = MismatchReasons(lora, placing, family, incomplete_base(shapes, file), undescribed)
-    modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in lora.names)
+    names = [name for name in lora.names if not _is_of_no_bias(lora, name, placing)]
+    modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in names)
     if values:
         stated = _Stated(lora, {*keys})
         modules = tuple(_with_values(lora, module, stated) for module in modules)
@@ -250,6 +246,16 @@ def _module_verdicts(
         unavailable={} if values else {"values": "the numbers were not read, as asked"},
     )
     return replace(verdict, findings=verdict_findings(verdict, keys))
+
+
+def _is_of_no_bias(lora: LoraFile, name: str, placing: "Placement") -> bool:
+    """Whether it scales the bias of a layer that has none, as (IA)³ does beside the layer's weight."""
+    return (
+        name.endswith(_BIAS)
+        and lora.kind_of(name) == "ia3"
+        and name not in placing.keys
+        and name.removesuffix(_BIAS) in placing.keys
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,7 +521,7 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, stated: "_Stated") -> Mo
                 module, finite=True, norm=norm, alpha=stated.alpha(name, alpha, rank, scale), scale=scale
             )
         change = lora.change(name)
-        norm_there = _norm_of(change)
+        norm_there = norm_without_base(change)
         if not isinstance(change, LoraFactors):
             return replace(module, finite=True, norm=norm_there)
     except NonFiniteError:

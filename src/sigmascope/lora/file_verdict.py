@@ -13,6 +13,7 @@ from typing import Any, Final
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
 from sigmascope.lora.file_family import title_of
+from sigmascope.lora.hosts import IN_NO_HOST, PEFT_START, ending_of, kind_unread, may_read
 from sigmascope.lora.module_names import is_of_controlnet
 from sigmascope.lora.verdict import MISMATCHES, Reason, verdict_finding
 from sigmascope.records.run import Finding
@@ -23,6 +24,7 @@ _MAX_NAMED: Final = 3
 _SEVERITY_ORDER: Final = ("critical", "error", "warning", "info")
 # Ends of keys that loaders treat specially.
 _DIFFERENCE_ENDS: Final = (".diff", ".diff_b", ".set_weight", ".w_norm", ".b_norm")
+_BIAS: Final = ".bias"
 _UP_BIAS_ENDS: Final = (".lora_B.bias", ".lora_up.bias")
 
 
@@ -377,8 +379,13 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
         verdict: With its modules.
         keys: Of the file.
     """
+    known = frozenset(key.removeprefix(PEFT_START) for key in keys)
+    endings = {ending_of(module.name.removesuffix(_BIAS), module.kind, known) for module in verdict.modules}
+    if endings and endings <= IN_NO_HOST.keys():  # under whatever names
+        yield kind_unread(endings)
+        return
     yield from _refused_alphas(verdict, keys)
-    yield from _kohya_names(verdict)
+    yield from _kohya_names(verdict, keys)
     yield from _comfyui_names(verdict, keys)
     yield from _differences(verdict, keys)
     yield from _half_of_attention(verdict)
@@ -408,7 +415,7 @@ _FLAT_STARTS: Final = ("lora_unet_", "lora_transformer_", "lycoris_")
 """How flat names of a denoiser's modules begin."""
 
 
-def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
+def _kohya_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
     if {module.kind for module in verdict.modules} <= {*_kinds_left_out(verdict)}:
         return  # it reads these under no name
     family = family_named(verdict.model_family)
@@ -418,8 +425,22 @@ def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
     if verdict.format == "kohya" and unread and read and not read & set(unread):
         starts = " or ".join(unread)
         yield verdict_finding("lora_start_unread", {"prefix": starts}, starts=starts, family=family.title)
+    elif verdict.format == "kohya" and read and (unread_names := _unread_names(verdict, keys)):
+        yield verdict_finding(
+            "lora_names_unread", {"modules": len(names)}, first=unread_names[0], family=family.title
+        )
     elif verdict.format == "kohya":
         yield verdict_finding("lora_kohya_names", {"format": verdict.format})
+
+
+def _unread_names(verdict: LoraVerdict, keys: Sequence[str]) -> list[str]:
+    """Of plain factors for the denoiser, the names if diffusers reads none of them."""
+    end = "A" if any(".lora_A." in key for key in keys) else "down"
+    plain = [module for module in verdict.matched if (module.part, module.kind) == ("denoiser", "lora")]
+    family = family_named(verdict.model_family)
+    if any(may_read("diffusers", module.name, end, family) for module in plain):
+        return []
+    return [f"{module.name}.lora_{end}" for module in plain]
 
 
 def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:

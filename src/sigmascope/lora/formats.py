@@ -538,6 +538,8 @@ _OTHER_FILES: Final = (
     ),
 )
 """What is said of a file without a LoRA's keys; the first that fits."""
+_BESIDE_FACTORS: Final = {"alpha": "alphas", "dora_scale": "DoRA's magnitudes"}
+"""What keys end with that mean nothing by themselves, and what they hold."""
 
 
 def recognised(path: Path, shapes: Mapping[str, tuple[int, ...]], groups: KeyGroups) -> LoraFormat:
@@ -563,15 +565,24 @@ def recognised(path: Path, shapes: Mapping[str, tuple[int, ...]], groups: KeyGro
     other = next((other for other in _OTHER_FILES if any(other.mark.match(key) for key in keys)), None)
     if other is not None:
         raise LoraFormatError(f"{path}: it is {other.what}, and no LoRA of a model.", hint=other.hint)
+    ends = {key.rpartition(".")[2] for key in keys}
+    if ends <= _BESIDE_FACTORS.keys():
+        held = " and ".join(_BESIDE_FACTORS[end] for end in sorted(ends))
+        raise LoraFormatError(
+            f"{path}: it holds {held} and no factors, so it changes nothing.",
+            hint="The tool that wrote it left out the factors: make the file again.",
+        )
     known = ", ".join(lora_format.name for lora_format in FORMATS)
     known_formats = f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A)."
     family = layout_of(shapes).family
-    looks = "" if family == "unknown" else f" It looks like a model ({family_named(family).title})."
+    looks = (
+        "" if family == "unknown" else f"it looks like a model ({family_named(family).title}) and no LoRA: "
+    )
     extract = (
         " sigmascope lora extract makes a LoRA from a model and its fine-tuned version." if looks else ""
     )
     raise LoraFormatError(
-        f"{path}: its {counted(len(keys), 'key follows', 'keys follow')} no known LoRA format.{looks} "
+        f"{path}: {looks}its {counted(len(keys), 'key follows', 'keys follow')} no known LoRA format. "
         f"First keys: {', '.join(keys[:3])}.",
         hint=known_formats + extract,
     )

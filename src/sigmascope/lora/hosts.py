@@ -12,7 +12,7 @@ The factor differs where the hosts look for alpha in different places. ComfyUI r
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -64,7 +64,7 @@ _STARTS: Final = (
     "base_model.model.",
     "",
 )
-_PEFT_START: Final = "base_model.model."
+PEFT_START: Final = "base_model.model."
 _FACTORS: Final = frozenset(
     f"{end}{alpha}" for end in ("A", "A.default", "down", "lora.down", "lokr") for alpha in ("", "+alpha")
 )
@@ -81,9 +81,12 @@ _ENDS: Final[Mapping[str, Mapping[str, str]]] = {
     "dora": {"dora_scale": "dora"},
     "diff": dict.fromkeys(("diff", "diff_b", "w_norm", "b_norm"), "diff"),
     "set": {"set_weight": "set", NORM_SCALE: NORM_SCALE},
-    "oft": dict.fromkeys(("oft_blocks", "oft_diag"), "oft"),
-    "boft": dict.fromkeys(("oft_blocks", "oft_diag", "boft_blocks"), "boft"),
+    "oft": {**dict.fromkeys(("oft_blocks", "oft_diag"), "oft"), "oft_R.weight": "oft_R"},
+    "boft": {**dict.fromkeys(("oft_blocks", "oft_diag", "boft_blocks"), "boft"), "boft_R": "boft_R"},
     "glora": {"a1.weight": "glora"},
+    "ia3": dict.fromkeys(("on_input", "ia3_l"), "ia3"),
+    "vera": {"vera_lambda_b": "vera"},
+    "hra": {"hra_u": "hra"},
 }
 """What a loader looks for, and what `Reads.endings` calls it, by the kind of change."""
 _BIAS: Final = ".bias"
@@ -93,7 +96,15 @@ _HELD_BY_PEFT: Final = frozenset({"lora", "tucker", "dora"})
 """Kinds of change that PEFT's format holds without loss of any of their rank."""
 _WHOLE_RANK: Final = 9999
 """Keeps all of a change; see `convert_lora`."""
-_NEVER_IN_DIFFUSERS: Final = frozenset({"diff", DIFF_M, "loha", "oft", "boft", "glora"})
+IN_NO_HOST: Final = {
+    "boft_R": "PEFT's BOFT",
+    "hra": "HRA",
+    "ia3": "(IA)³",
+    "oft_R": "PEFT's OFT",
+    "vera": "VeRA",
+}
+"""What `ending_of` gives of kinds of change that no host's LoRA loader applies, and what they are called."""
+_NEVER_IN_DIFFUSERS: Final = {"diff", DIFF_M, "loha", "oft", "boft", "glora"} | IN_NO_HOST.keys()
 _SGM: Final = ("input_blocks.", "middle_block.", "output_blocks.", "time_embed.", "label_emb.", "out.")
 
 
@@ -296,7 +307,7 @@ def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator
         if parts and not parts[0].startswith("denoiser"):
             continue
         own = lora.stored_names.get(name, name).removesuffix(_BIAS)
-        own = _PEFT_START + own if _PEFT_START + own in wrapped else own
+        own = PEFT_START + own if PEFT_START + own in wrapped else own
         start = next(start for start in _STARTS if own.startswith(start))
         path, facts = own[len(start) :], lora.facts_of(name)
         dotted, namings = _namings(path, family, is_flat=start.endswith("_"))
@@ -334,7 +345,7 @@ def _module(
 
 def _wrapped(keys: frozenset[str]) -> frozenset[str]:
     """What keys with PEFT's own start begin with, up to each dot: that start is not part of a `LoraFile`'s names."""
-    own = (key.split(".") for key in keys if key.startswith(_PEFT_START))
+    own = (key.split(".") for key in keys if key.startswith(PEFT_START))
     return frozenset(start for words in own for start in accumulate(words, "{}.{}".format))
 
 
@@ -372,6 +383,30 @@ def _namings(path: str, family: Family, *, is_flat: bool) -> tuple[str, frozense
     return dotted, frozenset(naming for naming, _ in names)
 
 
+def may_read(host: str, name: str, ending: str, family: Family) -> bool:
+    """Whether a host reads a module of the denoiser under such a name, or may: of what was not measured nothing is denied.
+
+    Args:
+        host: Without its version.
+        name: As in the file.
+        ending: As `ending_of` gives it.
+        family: Of the model.
+    """
+    start = next(start for start in _STARTS if name.startswith(start))
+    _, namings = _namings(name[len(start) :], family, is_flat=start.endswith("_"))
+    rows = [row for row in family.reads if row.host == host]
+    return (
+        not rows
+        or not namings
+        or any(
+            row.start == start
+            and row.naming in namings
+            and (not row.endings or ending in row.endings.split())
+            for row in rows
+        )
+    )
+
+
 def _names_of(row: Row) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "diffusers", row.parts
     if row.read_only:
@@ -395,7 +430,7 @@ def _require_in_comfyui(file: _File) -> None:
 def _comfyui_takes(host: Host, module: _Module, family: Family) -> bool:
     if module.ending.startswith("other"):
         raise _Unknown(f"tensors such as those of {module.name} were not measured")
-    if module.ending == DIFF_M:
+    if module.ending == DIFF_M or module.ending in IN_NO_HOST:
         return False
     rows = [
         row
@@ -678,7 +713,10 @@ def _host_findings(
     readings: Sequence[HostReading], files: "Sequence[_File]", path: Path
 ) -> Iterator[Finding]:
     first, second = _newest(readings)
-    if any(_differ(*pair) for pair in zip(first.parts, second.parts, strict=True)):
+    endings = {module.ending for module in (*files[0].modules, *files[0].encoders)}
+    if endings and endings <= IN_NO_HOST.keys():
+        yield kind_unread(endings)
+    elif any(_differ(*pair) for pair in zip(first.parts, second.parts, strict=True)):
         yield verdict_finding(
             "lora_hosts_differ",
             {"diffusers": first.taken, "comfyui": second.taken, "modules": first.modules},
@@ -694,6 +732,16 @@ def _host_findings(
             load="loads" if len(refusing) == 1 else "load",
             how=_conversion(files, path),
         )
+
+
+def kind_unread(endings: Collection[str]) -> Finding:
+    """That a file holds only kinds of change that no host applies.
+
+    Args:
+        endings: Of its modules, all of them among `IN_NO_HOST`.
+    """
+    kinds = [IN_NO_HOST[ending] for ending in sorted(endings)]
+    return verdict_finding("lora_kind_unread", {"kinds": ", ".join(kinds)}, kinds=" and ".join(kinds))
 
 
 _HEADER_ALPHAS: Final = ("alpha", "lora_alpha", "network_alpha", "ss_network_alpha")

@@ -18,6 +18,7 @@ from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.factors import LoraFactors, singular_values_together
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.kinds.base_change import norm_without_base
 from sigmascope.lora.layer_names import block_of_module
 from sigmascope.lora.linalg import (
     as_float64,
@@ -219,9 +220,8 @@ def _measured(
         if isinstance(change, LoraFactors):
             return _with_spectrum(module, change, full_spectrum, waiting)
         module = replace(module, tensors=_facts_of(stored_tensors(change)))
-        if getattr(change, "needs_base", False):
-            return replace(module, problem="needs_base")
-        return replace(module, norm=change.frobenius_norm())
+        norm = norm_without_base(change)
+        return replace(module, norm=norm, problem="needs_base" if norm is None else None)
     except NonFiniteError:
         return replace(module, problem="not_finite")
 

@@ -40,6 +40,7 @@ class VerdictRow(NamedTuple):
         host: Whose loader alone it is about: the form of a file matters for one; None: it is about all.
         leaves_all_out: Whether it may be why that loader takes nothing of the file.
         about_names: Whether it no longer matters once every module was found on the model.
+        of_model: Whether it is about the loader of a model, diffusers' `load_lora_adapter`, and not a pipeline's.
     """
 
     severity: Severity
@@ -50,6 +51,7 @@ class VerdictRow(NamedTuple):
     host: str | None = None
     leaves_all_out: bool = False
     about_names: bool = False
+    of_model: bool = False
 
     def words(self, modules: int) -> str:
         """The words of a message after this many modules."""
@@ -64,9 +66,16 @@ def _of_loader(
     *,
     leaves_all_out: bool = True,
     about_names: bool = False,
+    of_model: bool = False,
 ) -> VerdictRow:
     return VerdictRow(
-        severity, says, advice, host=host, leaves_all_out=leaves_all_out, about_names=about_names
+        severity,
+        says,
+        advice,
+        host=host,
+        leaves_all_out=leaves_all_out,
+        about_names=about_names,
+        of_model=of_model,
     )
 
 
@@ -441,6 +450,13 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         _TO_PEFT,
         about_names=True,
     ),
+    "lora_names_unread": _of_loader(
+        "diffusers",
+        "warning",
+        "diffusers does not read names such as {first} in a file for {family}.",
+        _TO_PEFT,
+        about_names=True,
+    ),
     "lora_kohya_names": _of_loader(
         "diffusers",
         "info",
@@ -448,6 +464,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "load_lora_adapter.",
         "Load it with the pipeline, or convert it to PEFT's format (sigmascope lora convert).",
         about_names=True,
+        of_model=True,
     ),
     "lora_comfyui_names": _of_loader(
         "diffusers",
@@ -468,6 +485,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "diffusers' load_lora_adapter loads nothing from this file with its default prefix: it needs {argument}.",
         "Load it with the pipeline's load_lora_weights, or pass {argument} to load_lora_adapter.",
         about_names=True,
+        of_model=True,
     ),
     "lora_part_unnamed": _of_loader(
         "diffusers",
@@ -489,6 +507,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "warning",
         "The file holds {kinds}, which ComfyUI applies and diffusers does not.",
         "For diffusers, convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32{model}.",
+    ),
+    "lora_kind_unread": VerdictRow(
+        "warning",
+        "The file holds {kinds}, which neither diffusers nor ComfyUI applies.",
+        "Convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32 --model MODEL.",
+        leaves_all_out=True,
     ),
     "lora_comfyui_loses_attention": _of_loader(
         "comfyui",

@@ -296,7 +296,14 @@ def analyze_lora_application_results(
             (component or "Denoiser", unet.weights, unet.patches),
             ("Text encoders", clip.weights, clip.patches),
         ],
-        [*file_findings(verdict.value, on_model.value, host_of(modified_unet, modified_clip))],
+        [
+            *file_findings(
+                verdict.value,
+                on_model.value,
+                host_of(modified_unet, modified_clip),
+                by_pipeline=hasattr(type(lora_result), "load_lora_weights"),
+            )
+        ],
         effective,
         applied=applied,
         left_off=left_off,

@@ -147,9 +147,16 @@ def _named(finding: Finding, models: _Models, before: Sequence[AppliedPatch]) ->
 
 
 def file_findings(
-    verdict: LoraVerdict | None, applied: AppliedVerdict | None, host: str
+    verdict: LoraVerdict | None, applied: AppliedVerdict | None, host: str, *, by_pipeline: bool = False
 ) -> Iterator[Finding]:
-    """The findings of both verdicts on a file that matter on this host's models."""
+    """The findings of both verdicts on a file that matter on this host's models.
+
+    Args:
+        verdict: On the file.
+        applied: On what is on the models.
+        host: `diffusers` or `comfyui`.
+        by_pipeline: Whether it is known that a pipeline loaded it, and not a model by itself.
+    """
     complete = applied is not None and applied.complete
     on_model = () if applied is None else applied.findings
     left_out = any(finding.id == "lora_part_left_out" for finding in on_model)
@@ -158,8 +165,10 @@ def file_findings(
         is_said = left_out and finding.id == "lora_text_encoder_missing"
         is_solved = complete and (finding.id in _ABOUT_NAMES or _is_of_control(finding))
         row = VERDICTS.get(finding.id)
-        is_of_other_host = row is not None and row.host not in (None, host)
-        if not is_of_other_host and not is_said and not is_solved:
+        is_of_other_loader = row is not None and (
+            row.host not in (None, host) or (row.of_model and by_pipeline)
+        )
+        if not is_of_other_loader and not is_said and not is_solved:
             of_file.append(finding)
     cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)
     if applied is not None and any(is_without_values(module.detail) for module in applied.missing):
@@ -465,7 +474,9 @@ def begin_spoilt(patches: Sequence[AppliedPatch]) -> Pending[bool]:
 
 def _spoils(patch: AppliedPatch, extremes: Sequence[float]) -> bool:
     """As `spoilt_weights` tells."""
-    return not all(map(isfinite, extremes)) and _acts_if_not_finite(patch.state, patch.cause)
+    return not all(map(isfinite, [patch.scale or 0.0, *extremes])) and _acts_if_not_finite(
+        patch.state, patch.cause
+    )
 
 
 def _acts_if_not_finite(state: str, cause: str | None) -> bool:
@@ -543,6 +554,8 @@ def _why_by_itself(
         return _AS_BEFORE, ""
     if patch.strength == 0.0 and patch.adapter_type in _PRODUCTS - {"dora"}:  # merged so
         return "lora_strength_zero" if before.samples else MERGED_AT_ZERO, ""
+    if attempt(lambda: _is_product_zero(patch)).value:
+        return "lora_is_zero", "their product"
     dtype = attempt(lambda: _lost_in(patch, before)).value
     if dtype is not None:
         return "lora_lost_in_rounding", dtype
@@ -558,6 +571,18 @@ _PRODUCTS: Final = frozenset({"lora", "dora", "loha", "lokr", "diff"})
 """Kinds whose change is zero where one of their tensors is; that of a DoRA, if its magnitudes are still the weight's."""
 
 
+def _is_product_zero(patch: AppliedPatch) -> bool:
+    """Whether up·down is zero though neither factor is; an accelerator is not asked."""
+    if patch.adapter_type != "lora" or any(part.device.type != "cpu" for part in patch.tensors.values()):
+        return False
+    return _product(patch).frobenius_norm() == 0.0
+
+
+def _product(patch: AppliedPatch) -> LoraFactors:
+    up, down = (as_float64(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
+    return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+
+
 def _lost_in(patch: AppliedPatch, before: ModelSnapshot) -> str | None:
     """The weight's dtype if a merged change is below half a step of it, in all elements of the baseline; else None."""
     sample = before.samples.get(patch.key)
@@ -569,9 +594,7 @@ def _lost_in(patch: AppliedPatch, before: ModelSnapshot) -> str | None:
         or patch.weight_shape is None
     ):
         return None
-    up, down = (as_float64(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
-    factors = LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
-    change = elements_of_change(factors) * (patch.scale or 0.0) * (patch.strength or 0.0)
+    change = elements_of_change(_product(patch)) * (patch.scale or 0.0) * (patch.strength or 0.0)
     old = as_float64(sample)
     dtype = sample.dtype
     is_lost = len(change) == len(old) and torch.equal((old + change).to(dtype), old.to(dtype))

@@ -471,12 +471,12 @@ _MOST_BYTES_READ: Final = 2**28
 
 
 def _are_finite(patches: Sequence[AppliedPatch]) -> dict[int, Reading[bool]]:
-    """By `id` whether strength and tensors of each are finite, or why that is not known; one read of each device."""
-    strengths = {id(patch): patch.strength or 0.0 for patch in patches}
+    """By `id` whether strength, scale and tensors of each are finite, or why that is not known; one read of each device."""
+    factors = {id(patch): (patch.strength or 0.0, patch.scale or 0.0) for patch in patches}
     return {
         patch: Reading(None, found.reason)
         if found.value is None
-        else Reading(all(map(isfinite, [strengths[patch], *found.value])))
+        else Reading(all(map(isfinite, [*factors[patch], *found.value])))
         for patch, found in read_extremes(patches).items()
     }
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
+from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.convert import convert_lora
+from sigmascope.lora.inspect import inspect_lora
 from sigmascope.lora.reader import open_lora
 
 BY_PEFT: dict[str, Any] = {
@@ -60,6 +62,89 @@ def test_a_file_that_peft_saved_merges_as_peft_merges_it(tmp_path: Path, kind: s
         for key, tensor in expected.items():
             torch.testing.assert_close(merged.tensor(key), tensor, rtol=1e-5, atol=1e-6)
     assert (expected["first.weight"] - before).norm() > 0.1 * before.norm()
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")  # PEFT's, of BOFT
+@pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1")
+@pytest.mark.parametrize("kind", sorted(BY_PEFT.keys() - {"hra_orthogonal"}))
+def test_a_file_that_peft_saved_before_training_changes_nothing(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    net = Net(kind)
+    shapes = {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
+    model: Any = get_peft_model(net, BY_PEFT[kind])
+    path = tmp_path / "lora" / "adapter_model.safetensors"
+    model.save_pretrained(path.parent)
+    found = inspect_lora(path)
+    assert next(finding.id for finding in found.findings) == "lora_is_zero"
+    assert judge_lora(path, shapes).changes_nothing
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        parameter.data = torch.randn_like(parameter) * 0.3
+    model.save_pretrained(path.parent)
+    assert "lora_is_zero" not in {finding.id for finding in inspect_lora(path).findings}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "is_nothing"),
+    [
+        ({"oft_blocks": torch.zeros(4, 4, 4)}, True),
+        ({"oft_blocks": torch.ones(4, 4, 4)}, True),  # only their skew part turns
+        ({"oft_blocks": torch.arange(64.0).reshape(4, 4, 4)}, False),
+        ({"oft_blocks": torch.zeros(4, 4, 4), "rescale": torch.full((16, 1), 1.5)}, False),
+        ({"oft_diag": torch.eye(4).repeat(4, 1, 1)}, True),
+        ({"oft_diag": -torch.eye(4).repeat(4, 1, 1)}, False),
+        ({"oft_blocks": torch.zeros(2, 4, 4, 4)}, True),
+        ({"oft_blocks": torch.arange(128.0).reshape(2, 4, 4, 4)}, False),
+        ({"on_input": torch.tensor(True), "weight": torch.zeros(8)}, True),
+        ({"on_input": torch.tensor(True), "weight": torch.ones(8)}, False),
+    ],
+)
+def test_what_lycoris_writes_before_training_changes_nothing(
+    tmp_path: Path, tensors: dict[str, Tensor], is_nothing: bool
+) -> None:
+    path = tmp_path / "lora.safetensors"
+    save_file({f"lora_unet_first.{end}": tensor for end, tensor in tensors.items()}, path)
+    with open_lora(path) as lora:
+        change: Any = lora.change("lora_unet_first")
+    delta = change.delta(torch.randn(16, 8))
+    assert bool((delta == 0).all()) is is_nothing
+    assert ("lora_is_zero" in {finding.id for finding in inspect_lora(path).findings}) is is_nothing
+
+
+@pytest.mark.parametrize("factors", [("a1", "b1"), ("a2", "b1"), ("a1",)], ids=str)
+def test_a_glora_of_which_a_factor_of_each_product_is_zero_changes_nothing(
+    tmp_path: Path, factors: tuple[str, ...]
+) -> None:
+    shapes = {"a1": (2, 8), "a2": (8, 2), "b1": (2, 8), "b2": (12, 2)}
+    tensors = {
+        f"lora_unet_first.{name}.weight": torch.randn(shape) * (name not in factors)
+        for name, shape in shapes.items()
+    }
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors, path)
+    with open_lora(path) as lora:
+        change: Any = lora.change("lora_unet_first")
+    delta = change.delta(torch.randn(12, 8))
+    is_nothing = len(factors) == 2
+    assert bool((delta == 0).all()) is is_nothing
+    assert ("lora_is_zero" in {finding.id for finding in inspect_lora(path).findings}) is is_nothing
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")  # PEFT's, of BOFT
+@pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1")
+@pytest.mark.parametrize("kind", ["oft", "boft", "ia3", "hra", "vera"])
+def test_what_no_host_applies_is_told_by_its_kind_and_biases_that_a_layer_has_not_are_no_fault(
+    tmp_path: Path, kind: str
+) -> None:
+    """diffusers and ComfyUI load LyCORIS' rotations at most."""
+    net = Net(kind)
+    shapes = {"first.weight": tuple(net.first.weight.shape)}
+    get_peft_model(net, BY_PEFT[kind]).save_pretrained(tmp_path / "lora")
+    path = tmp_path / "lora" / "adapter_model.safetensors"
+    verdict = judge_lora(path, shapes)
+    assert verdict.fits
+    titles = {"oft": "PEFT's OFT", "boft": "PEFT's BOFT", "ia3": "(IA)³", "hra": "HRA", "vera": "VeRA"}
+    says = f"The file holds {titles[kind]}, which neither diffusers nor ComfyUI applies."
+    assert [one.message for one in verdict.findings if one.id == "lora_kind_unread"] == [says]
 
 
 @pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")  # PEFT's, of BOFT

@@ -222,6 +222,12 @@ def file_plants() -> Iterator[Plant]:
             {"state.0.exp_avg": torch.zeros(4), "state.0.step": torch.zeros(1)},
         ),
         ("an embedding", "it is a textual inversion", {"emb_params": torch.zeros(2, 8)}),
+        ("alphas", "it holds alphas and no factors", {"lora_unet_conv_in.alpha": torch.tensor(4.0)}),
+        (
+            "magnitudes",
+            "it holds DoRA's magnitudes and no factors",
+            {"lora_unet_conv_in.dora_scale": torch.ones(8, 1)},
+        ),
     ):
         yield Plant("lora_unreadable", phrase, name, partial(in_file, replaced(state), "sd15", "sd15"))
     for family, old, new in (
@@ -400,6 +406,20 @@ def set_nan(model: nn.Module) -> None:
         tensor[0] = torch.nan
 
 
+def set_scale_to_nan(model: nn.Module) -> None:
+    """As diffusers makes of an alpha that is NaN."""
+    for layer in layers(model):
+        layer.scaling["style"] = float("nan")
+
+
+def half_of_each(model: nn.Module) -> None:
+    """Neither factor is zero, and their product is."""
+    with torch.no_grad():
+        for layer in layers(model):
+            layer.lora_A["style"].weight[0] = 0.0
+            layer.lora_B["style"].weight[:, 1:] = 0.0
+
+
 def peft_plants() -> Iterator[Plant]:
     ways: tuple[dict[str, Any], ...] = ({"size": 0.1}, {"size": 5.0}, {"before": True})
     for how in ways:
@@ -421,7 +441,9 @@ def peft_plants() -> Iterator[Plant]:
     )
     yield Plant("lora_alpha_zero", "alpha 0", "PEFT", partial(in_peft, lambda _: None, alpha=0))
     yield Plant("lora_not_finite", "NaN or Inf", "PEFT", partial(in_peft, set_nan))
+    yield Plant("lora_not_finite", "NaN or Inf", "PEFT alpha", partial(in_peft, set_scale_to_nan))
     yield Plant("lora_is_zero", "zero", "PEFT", partial(in_peft, lambda _: None, size=0.0))
+    yield Plant("lora_is_zero", "zero", "PEFT product", partial(in_peft, half_of_each))
     for dtype in (torch.bfloat16, torch.float16):
         how = {"size": 1e-9 if dtype is torch.bfloat16 else 1e-7, "dtype": dtype}
         yield Plant(

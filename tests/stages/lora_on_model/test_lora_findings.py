@@ -1,7 +1,7 @@
-"""Seventeen files that are not for the pipeline that loads them: diffusers mostly says nothing, the verdict does."""
+"""Nineteen files that are not for the pipeline that loads them: diffusers mostly says nothing, the verdict does."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import sqrt
 from pathlib import Path
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tests.families import FAMILIES, make_pipeline
-from tests.families.loras import State, lora_state, modules_of, write
+from tests.families.loras import State, as_kohya, lora_state, modules_of, write
 from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline, wider
 
-from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict, judge_applied
+from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict, applied_findings, judge_applied
 from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.file_verdict import LoraVerdict
+from sigmascope.lora.verdict import verdict_finding
 from sigmascope.probes.peft import read_adapters
 from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
@@ -63,8 +64,8 @@ def load_error(case: Mismatch, pipeline: Any, path: Path) -> Exception | None:
     return None
 
 
-def test_seventeen_mismatches_are_tried() -> None:
-    assert len(MISMATCHES) == 17
+def test_nineteen_mismatches_are_tried() -> None:
+    assert len(MISMATCHES) == 19
 
 
 @pytest.mark.slow
@@ -209,3 +210,29 @@ def test_layer_that_an_adapter_excludes_is_missing_by_name(tmp_path: Path) -> No
         "transformer.blocks.0.attn1.to_k",
         "transformer.blocks.1.attn1.to_k",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match")
+def test_of_an_alpha_that_is_nan_the_lora_is_on_the_model_and_spoils_it(tmp_path: Path) -> None:
+    def with_nan_for_alpha(state: State) -> State:
+        kohya = as_kohya(state)
+        names = {key.partition(".")[0] for key in kohya}
+        return kohya | {f"{name}.alpha": torch.tensor(torch.nan) for name in names}
+
+    found = analysed("sd15", "sd15", with_nan_for_alpha, tmp_path)
+    assert [one["id"] for one in found["findings"] if one["severity"] != "info"] == ["lora_not_finite"]
+    assert found["unet_lora_patches"]["not_finite"]
+
+
+def test_what_only_a_models_own_loader_does_is_no_reason_where_a_pipeline_loaded_it() -> None:
+    remark = verdict_finding("lora_kohya_names")
+    missing = AppliedVerdict("style.safetensors", (AppliedModule("lora_unet_conv_in"),))
+    missing = replace(missing, findings=applied_findings(missing.modules))
+    verdict = LoraVerdict("style.safetensors", findings=(remark,))
+    by_model, by_pipeline = (
+        {one.id: one.message for one in file_findings(verdict, missing, "diffusers", by_pipeline=known)}
+        for known in (False, True)
+    )
+    assert "load_lora_adapter" in by_model["lora_not_loaded"]
+    assert by_pipeline.keys() == {"lora_not_loaded"}
+    assert "load_lora_adapter" not in by_pipeline["lora_not_loaded"]

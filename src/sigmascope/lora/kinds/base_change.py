@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.adapters import Adapter, AdapterFacts, Shapes
+from sigmascope.lora.adapters import Adapter, AdapterFacts, Shapes, WeightChange
+from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm
 
-__all__ = ["BaseChange"]
+__all__ = ["BaseChange", "norm_without_base"]
+
+
+def norm_without_base(change: LoraFactors | WeightChange) -> float | None:
+    """‖ΔW‖ at strength 1; None if it depends on the model's weight."""
+    if not getattr(change, "needs_base", False):
+        return change.frobenius_norm()
+    return 0.0 if isinstance(change, BaseChange) and change.is_identity else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +69,11 @@ class BaseChange(Adapter):
         Raises:
             ModelMismatchError: The weight is of another shape.
         """
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it leaves every weight as it is, as its tensors alone show: untrained ones do."""
+        return self.scale == 0.0
 
     def delta(self, base: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Form ΔW; see `WeightChange.delta`.

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from sigmascope.lora.adapters import AdapterFacts, Shapes, require_parts, shapes_error
 from sigmascope.lora.kinds.base_change import BaseChange
-from sigmascope.lora.kinds.oft import cayley, limited_blocks, rescale_of_rows, rescaled
+from sigmascope.lora.kinds.oft import (
+    cayley,
+    is_ones,
+    limited_blocks,
+    rescale_of_rows,
+    rescaled,
+    turns_nothing,
+)
 
 
 class BoftChange(BaseChange):
@@ -46,6 +53,13 @@ class BoftChange(BaseChange):
         rotations = cayley(blocks, (self.alpha or 0.0) * len(base))
         change = butterfly(base, rotations, 1.0) - base
         return rescaled(self, compute, base, change)
+
+    @property
+    def is_identity(self) -> bool:
+        """Where no block turns and no row is rescaled."""
+        return super().is_identity or (
+            turns_nothing(self.parts["oft_blocks"]) and is_ones(self.parts, "rescale")
+        )
 
     @property
     def outputs(self) -> int:
@@ -96,6 +110,11 @@ class PeftBoftChange(BaseChange):
             self.require(len(factors) == len(base), f"a scale of {len(factors)} outputs", base)
             changed = changed * factors[:, None]
         return changed.reshape(base.shape) - base
+
+    @property
+    def is_identity(self) -> bool:
+        """Where no block turns and no output is scaled."""
+        return super().is_identity or (turns_nothing(self.parts["boft_R"]) and is_ones(self.parts, "boft_s"))
 
     @property
     def outputs(self) -> int | None:

@@ -45,6 +45,13 @@ class GloraChange(BaseChange):
                 hint="Use the LoRA with the model it was made for.",
             ) from error
 
+    @property
+    def is_identity(self) -> bool:
+        """Where a factor of both products is zero."""
+        return super().is_identity or not any(
+            all(bool(self.parts[name].any()) for name in names) for names in (self.roles[:2], self.roles[2:])
+        )
+
     def of_rows(self, sizes: Sequence[int], index: int) -> "GloraChange":
         """With these rows of B's left factor: W·A has the rows of W."""
         rows = slice(sum(sizes[:index]), sum(sizes[: index + 1]))

@@ -37,6 +37,14 @@ class HraChange(BaseChange):
             changed = changed - 2.0 * torch.outer(changed @ vector, vector)
         return changed.reshape(base.shape) - base
 
+    @property
+    def is_identity(self) -> bool:
+        """Where each reflection is done twice, as before training."""
+        return super().is_identity or (
+            not self.setting("apply_GS", False)
+            and torch.equal(self.parts["hra_u"][:, ::2], self.parts["hra_u"][:, 1::2])
+        )
+
     def of_rows(self, sizes: Sequence[int], index: int) -> "HraChange":
         """The same: each row is reflected by itself."""
         return self

@@ -37,6 +37,11 @@ class Ia3Change(BaseChange):
         return base * _along(self, base, values, 1 if float(self.parts["on_input"]) else 0)
 
     @property
+    def is_identity(self) -> bool:
+        """Where all values are zero."""
+        return super().is_identity or not bool(self.parts["weight"].any())
+
+    @property
     def outputs(self) -> int | None:
         """How many values there are, where they scale outputs."""
         return None if float(self.parts["on_input"]) else self.parts["weight"].numel()
@@ -72,6 +77,11 @@ class PeftIa3Change(BaseChange):
                     hint="Merge it with PEFT, whose configuration tells, and extract the change from the result.",
                 )
         return base * (_along(self, base, values.flatten(), axis) - 1.0)
+
+    @property
+    def is_identity(self) -> bool:
+        """Where all values are 1."""
+        return super().is_identity or bool((self.parts["ia3_l"] == 1).all())
 
     @property
     def outputs(self) -> int | None:

@@ -65,6 +65,14 @@ class OftChange(BaseChange):
         return rescaled(self, compute, base, change)
 
     @property
+    def is_identity(self) -> bool:
+        """Where no block turns and no row is rescaled."""
+        return super().is_identity or (
+            turns_nothing(self._blocks, is_rotation="oft_diag" in self.parts)
+            and is_ones(self.parts, "rescale")
+        )
+
+    @property
     def outputs(self) -> int:
         """Blocks times their rows."""
         return prod(self._blocks.shape[:2])
@@ -115,6 +123,11 @@ class SplitOftChange(BaseChange):
         )
 
     @property
+    def is_identity(self) -> bool:
+        """Where no block of any part turns."""
+        return super().is_identity or all(map(turns_nothing, self.parts.values()))
+
+    @property
     def outputs(self) -> int:
         """Of all parts."""
         return sum(self._heights)
@@ -159,6 +172,11 @@ class PeftOftChange(BaseChange):
         turned = columns.reshape(len(base), -1, size)
         whole: Tensor = torch.einsum("obk,bck->obc", turned, rotations.expand(turned.shape[1], -1, -1))
         return whole.reshape(base.shape) - base
+
+    @property
+    def is_identity(self) -> bool:
+        """Where all triangles are zero."""
+        return super().is_identity or not bool(self.parts["oft_R"].any())
 
     def of_rows(self, sizes: Sequence[int], index: int) -> "PeftOftChange":
         """The same: each row is turned by itself."""
@@ -234,6 +252,18 @@ def turned_rows(
     identity = torch.eye(size, dtype=rotations.dtype, device=rotations.device)
     turned: Tensor = (strength * (rotations - identity)).mT @ weight.reshape(count, size, -1)
     return turned.reshape(weight.shape)
+
+
+def turns_nothing(blocks: Float[Tensor, "... b b"], *, is_rotation: bool = False) -> bool:
+    """Whether blocks are those of no turn: only their skew part counts, unless they are the rotations themselves."""
+    if is_rotation:
+        return bool((blocks == torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)).all())
+    return torch.equal(blocks, blocks.mT)
+
+
+def is_ones(parts: Mapping[str, Tensor], name: str) -> bool:
+    """Whether a part is all ones, or is not there."""
+    return name not in parts or bool((parts[name] == 1).all())
 
 
 def rescaled(change: BaseChange, compute: torch.dtype, weight: Tensor, delta: Tensor) -> Tensor:

@@ -53,6 +53,11 @@ class VeraChange(BaseChange):
         return product.reshape(base.shape)
 
     @property
+    def is_identity(self) -> bool:
+        """Where one of the vectors is zero."""
+        return super().is_identity or not all(bool(self.parts[name].any()) for name in self.roles[:2])
+
+    @property
     def outputs(self) -> int:
         """How many λ_b there are."""
         return len(self.parts["vera_lambda_b"])
