@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope.errors import CheckpointError, LoraFormatError
+from sigmascope.lora.file import LoraFile
 from sigmascope.lora.inspect import LoraInspection, inspect_lora
+from sigmascope.lora.module_strength import ModuleStrength, measured_modules
 
 Tensors = dict[str, torch.Tensor]
 
@@ -212,3 +215,28 @@ def test_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     save_file({"conv_in.weight": torch.zeros(2, 2)}, foreign)
     with pytest.raises(LoraFormatError, match="no known LoRA format"):
         inspect_lora(foreign)
+
+
+def test_large_modules_are_measured_a_few_at_a_time_since_ctrl_c_waits_for_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def layers(count: int, rank: int) -> Tensors:
+        shapes = {"lora_down.weight": (rank, 2048), "lora_up.weight": (2048, rank)}
+        return {
+            f"blocks.{number}.{end}": torch.zeros(shape)
+            for number in range(count)
+            for end, shape in shapes.items()
+        }
+
+    runs: list[int] = []
+
+    def measured(lora: LoraFile, names: Sequence[str], *, full_spectrum: bool) -> list[ModuleStrength]:
+        runs.append(len(names))
+        return measured_modules(lora, names, full_spectrum=full_spectrum)
+
+    monkeypatch.setattr("sigmascope.lora.inspect.measured_modules", measured)
+    inspected(tmp_path, layers(5, 256))  # a million numbers each
+    assert sorted(runs) == [1, 2, 2]
+    runs.clear()
+    inspected(tmp_path, layers(40, 1))
+    assert sorted(runs) == [8, 32]

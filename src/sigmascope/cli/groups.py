@@ -2,10 +2,11 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
@@ -40,6 +41,57 @@ def one_line_if_stopped(*, is_outermost: bool = True) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def stopping_after_torch() -> Iterator[None]:
+    """Let Ctrl-C wait until PyTorch and NumPy are imported, for ten seconds at most.
+
+    PyTorch's import swallows what is raised in its import of NumPy: of Ctrl-C nothing is left, or an ImportError. If it is
+    cut short elsewhere, MKL may end the process with a code of its own.
+    """
+    import signal
+    import threading
+
+    is_ours = (
+        hasattr(signal, "setitimer")
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not is_ours:
+        yield
+        return
+    tries = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal tries
+        tries += 1
+        if not _is_importing(frame, {"numpy", "torch"}) or tries > _MOST_TRIES:
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS_BETWEEN)
+
+    alarm = signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, alarm)
+
+
+_SECONDS_BETWEEN: Final = 0.02
+_MOST_TRIES: Final = 500
+
+
+def _is_importing(frame: FrameType | None, packages: Collection[str]) -> bool:
+    """Whether a module of one of these packages is being executed somewhere below a frame, or what that calls."""
+    while frame is not None:
+        is_module = frame.f_code.co_name == "<module>"
+        if is_module and str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class OnDemand(NamedTuple):
     """A command, or a group of them, that is not imported yet."""
 
@@ -49,11 +101,12 @@ class OnDemand(NamedTuple):
     """The first sentence of its help."""
 
 
-def commands_on_demand(commands: Mapping[str, OnDemand]) -> type[TyperGroup]:
+def commands_on_demand(commands: Mapping[str, OnDemand], *, imports_torch: bool = False) -> type[TyperGroup]:
     """The class of a group whose help lists commands without importing them.
 
     Args:
         commands: By name, in the order of the help.
+        imports_torch: Whether they import PyTorch and run no code of the user's: Ctrl-C waits for that import.
     """
 
     class Group(TyperGroup):
@@ -74,7 +127,8 @@ def commands_on_demand(commands: Mapping[str, OnDemand]) -> type[TyperGroup]:
 
         def invoke(self, ctx: Any) -> Any:
             """Run the command."""
-            with one_line_if_stopped(is_outermost=ctx.parent is None):
+            waiting = stopping_after_torch() if imports_torch else nullcontext()
+            with one_line_if_stopped(is_outermost=ctx.parent is None), waiting:
                 return super().invoke(ctx)
 
         def format_help(self, ctx: Any, formatter: Any) -> None:

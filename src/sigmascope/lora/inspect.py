@@ -34,6 +34,7 @@ from sigmascope.records.run import Finding
 from sigmascope.units import counted
 
 _RUN: Final = 32
+_MOST_IN_RUN: Final = 2**21  # elements
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
@@ -222,9 +223,20 @@ def inspect_lora(
 
 
 def _several(lora: LoraFile) -> dict[str, list[str]]:
-    """A file's modules in runs that a thread measures one by one, by the first: each alone would wait more than compute."""
-    names = lora.names
-    return {names[start]: list(names[start : start + _RUN]) for start in range(0, len(names), _RUN)}
+    """A file's modules in runs that a thread measures one by one, by the first: a small one alone would wait more than compute.
+
+    A run of large ones is short, since Ctrl-C waits for the runs in work.
+    """
+    runs: dict[str, list[str]] = {}
+    first, elements = "", 0
+    for name in lora.names:
+        parameters = lora.facts_of(name).parameters
+        if not first or len(runs[first]) == _RUN or elements + parameters > _MOST_IN_RUN:
+            first, elements = name, 0
+            runs[first] = []
+        runs[first].append(name)
+        elements += parameters
+    return runs
 
 
 def _zero_findings(lora: LoraFile, strengths: Mapping[str, ModuleStrength]) -> Iterator[Finding]:

@@ -1,8 +1,10 @@
+import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +14,7 @@ import typer
 
 from sigmascope import __version__
 from sigmascope.cli import main, root
+from sigmascope.cli.groups import commands_on_demand, stopping_after_torch
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 from sigmascope.lora import validate
 
@@ -133,6 +136,46 @@ def test_ctrl_c_ends_with_an_exit_code_at_any_moment(again: bool) -> None:
     code = code.replace("AGAIN", str(again)).replace("WAIT", "60" if again else "0")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "Stopped by Ctrl-C.\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_in_an_import_that_swallows_it_stops_the_command_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PyTorch's import of NumPy does, in C."""
+    code = """if True:
+        import signal
+        __name__ = "numpy.core"
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+    """
+    (tmp_path / "swallowing_sigint.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
+
+    def command() -> None:
+        with stopping_after_torch():
+            importlib.import_module("swallowing_sigint")
+            time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        command()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_commands_that_import_torch_wait_for_it() -> None:
+    heard: list[bool] = []
+    group = commands_on_demand({}, imports_torch=True)(name="lora", invoke_without_command=True)
+
+    def seen() -> None:
+        heard.append(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
+
+    group.callback = seen
+    group.main([], standalone_mode=False)
+    assert heard == [True]
 
 
 def test_demo_is_a_command() -> None:

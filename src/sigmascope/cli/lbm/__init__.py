@@ -26,7 +26,8 @@ app = typer.Typer(
                 "sigmascope.cli.lbm.train",
                 "Train on pairs of pictures in WebDataset shards, and write LoRA files.",
             ),
-        }
+        },
+        imports_torch=True,
     ),
     no_args_is_help=True,
     rich_markup_mode="rich",

@@ -45,7 +45,8 @@ app = typer.Typer(
                 "sigmascope.cli.lora.inspect",
                 "Compare two LoRAs: the same change, a scaled version of it, or another.",
             ),
-        }
+        },
+        imports_torch=True,
     ),
     no_args_is_help=True,
     rich_markup_mode="rich",
