@@ -434,6 +434,9 @@ def test_a_comparison_begins_with_what_became_of_the_lora() -> None:
     assert "LoRA" not in what_changed([good], [good]).headline
     assert "LoRA" not in what_changed([good], [run_of(call())]).headline
     assert "LoRA" not in what_changed([zeros, good], [good]).headline
+    assert what_changed([zeros], [run_of(call())]).headline.startswith(ZEROS["message"])
+    without = what_changed([run_of(call())], [zeros]).headline
+    assert without.startswith(f"In the run before: {ZEROS['message']}")
 
 
 def test_a_remark_on_how_loras_are_set_is_that_of_the_last_change() -> None:

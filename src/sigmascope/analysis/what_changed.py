@@ -266,12 +266,20 @@ def _broken_off(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
 
 
 def _loras_in_words(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
-    """What has become of the LoRAs, where those of all earlier runs did the one, and of all new ones the other."""
+    """What has become of the LoRAs, where those of all earlier runs did the one, and of all new ones the other.
+
+    Of LoRAs that only one side has it is told if they do not act: that they are there, the recipe says.
+    """
     before, now = ([standing(run) for run in side] for side in (baseline, new))
-    if None in (*before, *now) or any(len({one.words for one in side if one}) != 1 for side in (before, now)):
+    if any(len({one and one.words for one in side}) != 1 for side in (before, now)):
         return None
     was, told = before[-1], now[-1]
-    if was is None or told is None or was.words == told.words:
+    if told is None or was is None:
+        only = told or was
+        if only is None or only.is_well:
+            return None
+        return only.says if was is None else f"In the run before: {only.says}"
+    if was.words == told.words:
         return None
     return (
         f"{told.says} {'Before, the LoRA acted.' if was.words == ACTS else f'In the run before: {was.says}'}"
