@@ -616,6 +616,7 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
     if not fits or up[1] != down[0] or min(*up, *down) < 1:
         ranks = f", of ranks {up[1]} and {down[0]}" if fits and up[1] != down[0] else ""
         ranks += ": they look transposed" if ranks and up[0] == down[1] else ""
+        ranks += ", of rank 0: they hold nothing" if fits and up[1] == down[0] == 0 else ""
         raise LoraFormatError(
             f"up is {up} and down is {down}{ranks}.",
             hint="Expected up (out, rank[, 1, 1]) and down (rank, in[, kh, kw]), rank 1 or more.",

@@ -107,6 +107,13 @@ def without_pair(end: str) -> Callable[[State], State]:
     return edit
 
 
+def of_rank_0(state: State) -> State:
+    return {
+        key: value[:0] if "lora_A" in key or "down" in key.rpartition(".lora_")[2] else value[:, :0]
+        for key, value in state.items()
+    }
+
+
 def swapped(state: State) -> State:
     """Both factors transposed and exchanged: the change is (in, out)."""
     other = {"lora_A": "lora_B", "lora_B": "lora_A"}
@@ -168,6 +175,7 @@ def file_plants() -> Iterator[Plant]:
             yield plant("lora_other_shape", "another shape", "inner", doubled(down, 1))
             yield plant("lora_other_shape", "another shape", "outer", doubled(up, 0))
             yield plant("lora_unreadable", "of ranks 6 and 2", "rank of up", without_pair(up))
+            yield plant("lora_unreadable", "of rank 0", "no rank", of_rank_0)
             yield plant("lora_unreadable", "of ranks 2 and 6", "rank of down", without_pair(down))
         if family == "sd15":
             yield plant("lora_alpha_zero", "alpha 0", shapes, with_alpha_0)
