@@ -129,7 +129,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_part_missing": VerdictRow(
         "warning",
         _OF_MODULES,
-        "Pass that part of the model too.",
+        'Pass that part of the model too. In diffusers, load a LoRA of a VAE with pipe.vae.load_lora_adapter(FILE, prefix="vae"): '
+        "load_lora_weights and ComfyUI's LoRA loaders change denoisers and text encoders alone.",
         "is for a part of the model that was not given",
         "are for a part of the model that was not given",
     ),

@@ -128,3 +128,13 @@ def test_encoder_names_of_before_transformers_5_match_and_load(family: str, tmp_
     assert judge_lora(path, pipeline).fits
     pipeline.load_lora_weights(str(path), adapter_name="style")
     assert judge_applied(path, read_adapters(pipeline).value or (), pipeline).complete
+
+
+def test_a_vaes_lora_is_advised_to_be_loaded_as_it_can_be(tmp_path: Path) -> None:
+    pipeline: Any = make_pipeline("sd15")
+    path = write(lora_state(pipeline, ["vae"], only="conv1"), tmp_path / "vae.safetensors")
+    finding = judge_lora(path, pipeline.unet).findings[0]
+    assert finding.evidence["reason"] == "lora_part_missing"
+    assert 'pipe.vae.load_lora_adapter(FILE, prefix="vae")' in (finding.advice or "")
+    pipeline.vae.load_lora_adapter(str(path), prefix="vae")
+    assert any(getattr(module, "lora_A", None) for module in pipeline.vae.modules())
