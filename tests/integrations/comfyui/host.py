@@ -28,6 +28,13 @@ class Interrupted(Exception):
 Interrupted.__name__ = "InterruptProcessingException"
 
 
+class Area(NamedTuple):
+    """What ComfyUI makes of a conditioning for a step, in part."""
+
+    mult: torch.Tensor
+    hooks: Any
+
+
 class Outcome(NamedTuple):
     name: str
 
@@ -135,6 +142,7 @@ class Host:
                 "comfy.lora",
                 "comfy.model_management",
                 "comfy.model_patcher",
+                "comfy.samplers",
                 "comfy.sd",
             )
         }
@@ -170,6 +178,21 @@ class Host:
             lora: Mapping[str, Any], to_load: Mapping[str, Any], log_missing: bool = True
         ) -> dict[str, Any]:
             return {key: value for key, value in lora.items() if key in to_load}
+
+        def get_area_and_mult(conds: Any, x_in: Any, timestep_in: Any) -> Any:
+            """What of a latent a conditioning is for, and its weight there; None: it is not for this step."""
+            if conds.get("is_over"):
+                return None
+            mult = conds.get("mask", 1.0) * conds.get("strength", 1.0) * torch.ones_like(x_in)
+            return Area(mult, conds.get("hooks"))
+
+        def sampling_function(
+            model: Any, x: Any, timestep: Any, uncond: Any, cond: Any, cond_scale: float,
+            model_options: Any = None, seed: Any = None,
+        ) -> None:  # fmt: skip
+            for conds in (cond, uncond):
+                for one in conds:
+                    self.module("comfy.samplers").get_area_and_mult(one, x, timestep)
 
         def load_models_gpu(models: Any, memory_required: int = 0) -> None: ...
 
@@ -234,6 +257,7 @@ class Host:
         self._set("comfy.lora", load_lora=load_lora)
         self._set("comfy.model_management", load_models_gpu=load_models_gpu, current_loaded_models=[])
         self._set("comfy.model_patcher", ModelPatcher=ModelPatcher)
+        self._set("comfy.samplers", get_area_and_mult=get_area_and_mult, sampling_function=sampling_function)
         self._set("comfy.sd", VAE=VAE)
         self._set(
             "execution", PromptExecutor=PromptExecutor, execute=execute, get_output_data=get_output_data

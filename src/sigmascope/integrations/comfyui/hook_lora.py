@@ -13,9 +13,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from sigmascope.integrations.comfyui.conditionings import makers_in, sampled_in
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
 from sigmascope.integrations.comfyui.lora import VERDICTS, ZERO, path_of, said
+from sigmascope.integrations.comfyui.models_in_use import cancelled_in, hook_is_merged
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import following
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
@@ -32,6 +34,8 @@ _NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
 _NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
 _OFF_BY_SCHEDULE: Final = "its schedule has strength 0 wherever it was in force"
 _CANCELLED: Final = "hooks that were in force together cancel each other"
+_AGAINST_MODEL: Final = "it cancels a LoRA that is on the model itself"
+_NO_WEIGHT: Final = "no conditioning that it is on has any weight: a mask of zeros, strength 0, or cfg 0"
 _OF_OTHER_PARTS: Final = frozenset({"part_missing", "text_encoder_missing"})
 """Why modules match nothing of a model that is one part alone."""
 _REACHES_TEXT: Final = "its hook reaches a text encoder alone, and no module is for that: put it on the conditioning too (apply_to_conds)"
@@ -39,6 +43,10 @@ _REACHES_DENOISER: Final = "its hook reaches the denoiser alone, and all modules
 _ROUNDING: Final = 8 * torch.finfo(torch.float32).eps
 """What is left of changes that cancel, beside the weight's largest number: ComfyUI adds them in float32."""
 _TOGETHER: Final = Standing("merged", "by hooks that are in force together")
+_NOT_COUNTED: Final = "no step was made with a text that was encoded with it, or that text had no weight: zeros, strength 0, or cfg 0"
+_CHANGED_AFTER: Final = (
+    "the conditioning that was encoded with it was changed after it, or is used in a way that is not seen"
+)
 _ELSEWHERE: Final = "the weights from before cannot be compared, or lie on another device"
 
 
@@ -120,12 +128,14 @@ class _Seen:
         made: The LoRAs of its nodes.
         models: Those that got the hook: of the text encoder or not.
         looks: What became of each weight that it was merged into, by whether that is a text encoder's.
+        encoders: The nodes of the posted graph in which it was merged into a text encoder.
     """
 
     def __init__(self) -> None:
         self.made: list[tuple[NodeWatch, _Made]] = []
         self.models: dict[object, dict[bool, Callable[[], Any]]] = {}
         self.looks: dict[tuple[object, bool], dict[str, _Look]] = {}
+        self.encoders: dict[object, set[str]] = {}
 
 
 class HookLora(Instrument):
@@ -179,6 +189,10 @@ class HookLora(Instrument):
             looks.setdefault(key, _Look()).add(
                 changed, 1.0 if strength is None else strength, entries, is_alone=is_alone
             )
+            if patcher.is_clip:
+                seen.encoders.setdefault(hook.hook_ref, set()).add(prompt.posted(self.node_here()))
+            else:
+                hook_is_merged(prompt, patcher, hook.hook_ref, key, entries)
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         inputs = call.get("input_data_all")
@@ -211,11 +225,11 @@ class HookLora(Instrument):
         seen = self._seen_in(prompt)
         anew: dict[str, list[tuple[_Made, _Known]]] = {}
         for node, one in seen.made:
-            known = self._judge(one, seen)
+            known = self._judge(one, seen, prompt)
             node.add(VERDICTS, said(one.name, known.verdict))
             anew.setdefault(node.id, []).append((one, known))
         for node_id, since, (one, earlier) in self._known.of_prompt(prompt, anew):
-            known = self._judge(one, seen)
+            known = self._judge(one, seen, prompt)
             # Where a node that follows was kept too, the hook was in force for it when it ran.
             if not prompt.cached.isdisjoint(following(prompt.graph, node_id, one.slot)):
                 known = known.beside(earlier)
@@ -224,7 +238,7 @@ class HookLora(Instrument):
     def _seen_in(self, prompt: PromptRecording) -> _Seen:
         return prompt.until_the_end(self.name, _Seen)
 
-    def _judge(self, one: _Made, seen: _Seen) -> _Known:
+    def _judge(self, one: _Made, seen: _Seen, prompt: PromptRecording) -> _Known:
         verdict: dict[str, Any] = {
             "effective": False, "reason": None, "modules_used": None, "modules": None, "why": None,
         }  # fmt: skip
@@ -238,13 +252,27 @@ class HookLora(Instrument):
         names = names_of_all(models.get(False), models.get(True))
         used: dict[bool, frozenset[str]] = {}
         whys: dict[str, None] = {}
-        was_in_force = False
+        was_in_force, is_open = False, False
         for is_text, model in models.items():
             looks = seen.looks.get((one.hook, is_text), {})
             if any(look.is_unread for look in looks.values()):
                 return _Known({**verdict, "effective": None, "reason": _ELSEWHERE})
             was_in_force = was_in_force or bool(looks)
             changed, why = _judged(looks, model, "text encoder" if is_text else "denoiser")
+            changed, lost = _left_of(changed, looks, prompt)
+            if changed and lost is None:
+                how = (
+                    _text_used(seen.encoders.get(one.hook, ()), prompt)
+                    if is_text
+                    else _weighed(one.hook, prompt)
+                )
+                changed, lost = (
+                    (changed, None)
+                    if how is True
+                    else (set(), _CHANGED_AFTER if how is None else _NOT_COUNTED if is_text else _NO_WEIGHT)
+                )
+                is_open = is_open or how is None
+            why = lost or why
             acting = {names[is_text](key) for key in changed}
             used[is_text] = frozenset(
                 module.name for module in matching.value.matched if not acting.isdisjoint(module.layers)
@@ -266,9 +294,37 @@ class HookLora(Instrument):
             and not matching.value.matched
         ):
             whys = {_REACHES_TEXT if True in models else _REACHES_DENOISER: None}
+        if is_open and not count:
+            return _Known({**verdict, "effective": None, "reason": _CHANGED_AFTER}, used)
         verdict |= {"effective": count > 0, "modules_used": count, "modules": len(matching.value.modules)}
         verdict["why"] = next(iter([*grave, *whys] if count else [*whys, *grave]), None)
         return _Known(verdict, used)
+
+
+def _left_of(
+    changed: set[str], looks: Mapping[str, _Look], prompt: PromptRecording
+) -> tuple[set[str], str | None]:
+    """The weights on which what is on the model itself does not cancel a hook; and why none is left."""
+    cancelled = cancelled_in(prompt)
+    left = {key for key in changed if not all(id(entry) in cancelled for entry in looks[key].entries)}
+    return left, _AGAINST_MODEL if changed and not left else None
+
+
+def _weighed(hook: object, prompt: PromptRecording) -> bool:
+    """Whether a conditioning with a hook had any weight in a step; also where that was not seen."""
+    states = [one for sampled in sampled_in(prompt).values() for one in sampled.states.items()]
+    weights = [has_weight for hooks, has_weight in states if any(ref is hook for ref, _ in hooks)]
+    return any(weights) or not weights
+
+
+def _text_used(encoders: Iterable[str], prompt: PromptRecording) -> bool | None:
+    """Whether a step was made with the text that one of these nodes encoded; None: that is not known."""
+    makers, sampled = makers_in(prompt), sampled_in(prompt).values()
+    signatures = [makers.get(node_id) for node_id in encoders]
+    if not sampled or not signatures or None in signatures:
+        return True  # nothing was seen of it
+    answers = [one.holds(filter(None, signatures)) for one in sampled]
+    return True if True in answers else None if None in answers else False
 
 
 def _judged(looks: Mapping[str, _Look], model: Any, part: str) -> tuple[set[str], str | None]:

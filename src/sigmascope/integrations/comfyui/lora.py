@@ -17,7 +17,7 @@ import torch
 from sigmascope.integrations.comfyui.files import FILES
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
-from sigmascope.integrations.comfyui.models_in_use import InUse, ModelsInUse, Use, patches_of
+from sigmascope.integrations.comfyui.models_in_use import InUse, ModelsInUse, Use, Uses, patches_of
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import following, links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
@@ -67,7 +67,9 @@ _NO_STEP: Final = "no sampler made a step with"
 _OFF: Final = "it has strength 0 on"
 _ENDED: Final = "the prompt ended before a node used"
 _MAY_USE: Final = "a node that puts no model on a device itself may use"
-_OPEN: Final = frozenset({_ENDED, _MAY_USE})
+_NOT_COUNTED: Final = "no step counted a text that was encoded with"
+_CHANGED_AFTER: Final = "the conditioning was changed, or used in a way that is not seen, after it came from"
+_OPEN: Final = frozenset({_ENDED, _MAY_USE, _CHANGED_AFTER})
 """Why it is not known whether a LoRA acts."""
 _REPLACED: Final = (
     "a loader after it replaces it: of adapters that bypass the weights ComfyUI keeps the last loader's"
@@ -343,6 +345,8 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
         uses = [use for one in does for use in one.models if use.model == patches.model]
         if samplers and all(one.does == "samples nothing" for one in samplers):
             found[part] = {"": _NO_STEP}
+        elif uses and part == "text encoder" and (how := _text_lost(does, patches, in_use)) is not None:
+            found[part] = {"": how}
         elif uses:
             found[part] = {**_idle_in(uses, patches), **dict.fromkeys(patches.off, _OFF)}
         elif not prompt.facts.get("success", True):
@@ -352,6 +356,23 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
         elif users and (known.at < in_use.at or known.weighed.is_only_registered):
             found[part] = {"": _MAY_USE}
     return found
+
+
+def _text_lost(does: Sequence[Uses], patches: _Patches, in_use: InUse) -> str | None:
+    """Why no step was made with what was encoded with a LoRA, or why that is not known; None: one was, or nothing is known."""
+    encoders = [
+        one
+        for one in does
+        if any(use.leaves(patches.every) for use in one.models if use.model == patches.model)
+    ]
+    makers = [one.maker for one in encoders]
+    sampled = [one.sampled for one in in_use.by_node.values() if one.sampled is not None]
+    if not sampled or not makers or None in makers:
+        return None
+    answers = [one.holds(filter(None, makers)) for one in sampled]
+    if True in answers:
+        return None
+    return _CHANGED_AFTER if None in answers or any(one.does == "unknown" for one in does) else _NOT_COUNTED
 
 
 def _idle_in(uses: Sequence[Use], patches: _Patches) -> dict[str, str]:

@@ -1,26 +1,41 @@
 """What models had on them each time that a node put them on a device: patches, and which of those cancel each other there.
 
+The patches of hooks are on a model while it samples with their conditionings. What they cancel counts as cancelled if they do
+in each conditioning that has any weight.
+
 A node whose output ComfyUI kept put its models on a device when it ran. What they had then is kept like that output.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
+from sigmascope.integrations.comfyui.conditionings import Sampled, State, makers_in, sampled_in, state_of
 from sigmascope.integrations.comfyui.encodings import TEXT_ENCODING
 from sigmascope.integrations.comfyui.instruments import weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept
-from sigmascope.integrations.comfyui.recording import NODE, NodeWatch, PromptRecording
+from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import SAMPLING
-from sigmascope.probes.comfyui_patcher import bypasses_of, identities_of
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.applied_patch import AppliedPatch, Standing
+from sigmascope.probes.comfyui_patcher import bypasses_of, kept_weights, original_weight
+from sigmascope.probes.comfyui_weight_adapter import PatcherEntry, applied
+from sigmascope.probes.reading import attempt, attribute, mapping, sequence
 from sigmascope.stages.lora_on_model import cancelled_changes
-from sigmascope.stages.model_snapshot import read_model_patches
+from sigmascope.stages.model_snapshot import ModelPatches
 
 _MOST_NODES: Final = 1000
 _MOST_STACKS: Final = 50
+_MOST_STATES: Final = 16
 _NAME: Final = "models_in_use"
+_TOGETHER: Final = Standing("merged", "with all that was on the model together")
+_NO_HOOKS: Final[State] = frozenset()
+_Held = tuple[int, Any]
+"""A patch with the identity that it has in the host."""
+_ByWeight = Mapping[str, Sequence[_Held]]
+_Hooked = Mapping[object, Mapping[str, Sequence[Any]]]
+"""The patches of hooks: by ComfyUI's mark of a hook, and by weight."""
 
 
 class Use(NamedTuple):
@@ -49,11 +64,15 @@ class Uses(NamedTuple):
         models: Those that it put on a device.
         does: "samples", "samples nothing" (it was told to make no step), "encodes" a text, or "other"; "unknown": it went
             through something by a bar of its own.
+        sampled: With what conditionings it made its steps; None: it was not seen to make any.
+        maker: The signature under which the conditionings that it made are known; None: it was not seen to make any.
     """
 
     at: int
     models: tuple[Use, ...]
     does: Literal["samples", "samples nothing", "encodes", "other", "unknown"]
+    sampled: Sampled | None = None
+    maker: str | None = None
 
 
 class InUse(NamedTuple):
@@ -72,6 +91,19 @@ class InUse(NamedTuple):
         return node_id in self.by_node and self.by_node[node_id].at >= since
 
 
+def hook_is_merged(
+    prompt: PromptRecording, patcher: Any, hook: object, key: str, entries: Sequence[Any]
+) -> None:
+    """Know that the patches of a hook were merged into a weight of a denoiser."""
+    hooked = prompt.until_the_end(_NAME, _Loads).hooked
+    hooked.setdefault(id(patcher.model), {}).setdefault(hook, {})[key] = entries
+
+
+def cancelled_in(prompt: PromptRecording) -> frozenset[int]:
+    """The identities of patches that others cancel wherever they were, once the prompt's models are known."""
+    return prompt.until_the_end(_NAME, _Loads).cancelled
+
+
 class _Stack(NamedTuple):
     """A model and its patches; `mark` is ComfyUI's for these, since identities are given anew."""
 
@@ -80,11 +112,26 @@ class _Stack(NamedTuple):
     mark: Hashable
 
 
+class _Cancelled(NamedTuple):
+    """The weight of a patch that others cancel, and the id of the verdict."""
+
+    key: str
+    why: str
+
+
 class _Loads:
-    """Of one prompt: by node, the models that it put on a device."""
+    """Of one prompt.
+
+    Attributes:
+        by_node: The models that a node put on a device; a text encoder with the hooks that are in force while it encodes.
+        hooked: The patches of hooks that were merged into a denoiser, by its identity.
+        cancelled: The identities of those that others cancel wherever they are in force.
+    """
 
     def __init__(self) -> None:
-        self.by_node: dict[str, dict[_Stack, Callable[[], Any] | None]] = {}
+        self.by_node: dict[str, dict[tuple[_Stack, State], Callable[[], Any] | None]] = {}
+        self.hooked: dict[int, dict[object, dict[str, Sequence[Any]]]] = {}
+        self.cancelled: frozenset[int] = frozenset()
 
 
 class ModelsInUse:
@@ -100,31 +147,73 @@ class ModelsInUse:
         stack = attempt(partial(_stack_of, patcher)).value
         if stack is not None:
             loads = prompt.until_the_end(_NAME, _Loads).by_node
-            loads.setdefault(_posted(prompt, node), {})[stack] = weakly(patcher)
+            hooks = attempt(partial(_forced_on, patcher)).value or _NO_HOOKS
+            loads.setdefault(prompt.posted(node), {})[stack, hooks] = weakly(patcher)
 
     def of_prompt(self, prompt: PromptRecording) -> InUse:
         """The models of a prompt that is over."""
         at, self._prompts = self._prompts, self._prompts + 1
-        loads = prompt.until_the_end(_NAME, _Loads).by_node
+        loads = prompt.until_the_end(_NAME, _Loads)
+        sampled, makers = sampled_in(prompt), makers_in(prompt)
         ran: dict[str, list[NodeWatch]] = {"": []}
         for node in prompt.nodes.values():
-            ran.setdefault(_posted(prompt, node), []).append(node)
+            ran.setdefault(prompt.posted(node), []).append(node)
         now = {
             node_id: Uses(
-                at, tuple(self._use(*known) for known in loads.get(node_id, {}).items()), _done_by(nodes)
+                at,
+                tuple(
+                    self._use(*known, alive, sampled.get(node_id), loads)
+                    for known, alive in loads.by_node.get(node_id, {}).items()
+                ),
+                _done_by(nodes),
+                sampled.get(node_id),
+                makers.get(node_id),
             )
             for node_id, nodes in ran.items()
         }
+        uses = [use for one in now.values() for use in one.models]
+        loads.cancelled = frozenset(
+            patch
+            for patch in {patch for use in uses for patch in use.cancelled}
+            if all(patch in use.cancelled for use in uses if patch in use.patches)
+        )
         kept = self._kept.of_prompt(prompt, {node_id: [uses] for node_id, uses in now.items()})
         return InUse(at, {**{node_id: uses for node_id, _, uses in kept}, **now})
 
-    def _use(self, stack: _Stack, alive: Callable[[], Any] | None) -> Use:
+    def _use(
+        self,
+        stack: _Stack,
+        forced: State,
+        alive: Callable[[], Any] | None,
+        sampled: Sampled | None,
+        loads: _Loads,
+    ) -> Use:
+        patcher = None if alive is None else alive()
+        hooked: _Hooked = loads.hooked.get(stack.model, {})
+        states = (
+            [] if sampled is None else [hooks for hooks, has_weight in sampled.states.items() if has_weight]
+        )
+        if getattr(patcher, "is_clip", False):
+            hooked, states = mapping(patcher, "hook_patches"), [forced]
+        if not any(ref in hooked for state in states for ref, _ in state):
+            return Use(stack.model, stack.patches, self._cancelled_on(stack, patcher))
+        here = [_hooked_in(state, hooked) for state in states]
+        patches = stack.patches.union(*(_identities(one) for one in here))
+        if len(here) > _MOST_STATES or patcher is None:
+            return Use(stack.model, patches, {})
+        found = [
+            (stack.patches | _identities(one), attempt(partial(_cancelled_in, patcher, one)).value or {})
+            for one in here
+        ]
+        return Use(stack.model, patches, _in_all(found))
+
+    def _cancelled_on(self, stack: _Stack, patcher: Any) -> Mapping[int, str]:
         if stack not in self._cancelled:
-            patcher = None if alive is None else alive()
-            self._cancelled[stack] = attempt(partial(_cancelled_in, patcher)).value or {}
+            found = attempt(partial(_cancelled_in, patcher)).value or {}
+            self._cancelled[stack] = {patch: one.why for patch, one in found.items()}
             if len(self._cancelled) > _MOST_STACKS:
                 self._cancelled.popitem(last=False)
-        return Use(stack.model, stack.patches, self._cancelled[stack])
+        return self._cancelled[stack]
 
 
 def _stack_of(patcher: Any) -> _Stack:
@@ -154,22 +243,89 @@ def _makes_no_step(sampler: NodeWatch) -> bool:
     return is_told and sampler.seen_steps == 0
 
 
-def _posted(prompt: PromptRecording, node: NodeWatch | None) -> str:
-    """The node of the posted graph that a node is, or that it came from; "" if there is none."""
-    while node is not None and node.id not in prompt.graph:
-        node = prompt.nodes.get(node.facts[NODE]["parent"])
-    return "" if node is None else node.id
+def _forced_on(patcher: Any) -> State:
+    """The hooks that are in force whenever a text encoder encodes; none where a schedule has them in force for a time."""
+    hooks = attribute(patcher, "forced_hooks")
+    schedules = (attribute(hook, "hook_keyframe") for hook in sequence(attribute(hooks, "hooks")))
+    return _NO_HOOKS if any(attribute(one, "keyframes") for one in schedules) else state_of(hooks)
 
 
-def _cancelled_in(patcher: Any) -> dict[int, str]:
-    if patcher is None or not any(len(patches) > 1 for patches in patcher.patches.values()):
-        return {}
-    identities = identities_of(patcher)
-    return {
-        identities[change.key, change.index]: why
-        for change, why in cancelled_changes(read_model_patches(patcher))
-        if (change.key, change.index) in identities
+def _hooked_in(state: State, hooked: _Hooked) -> _ByWeight:
+    """The patches of the hooks of a state by weight, each with its identity, at the strength that the state has for it."""
+    found: dict[str, list[_Held]] = {}
+    for ref, strength in state:
+        for key, entries in hooked.get(ref, {}).items():
+            found.setdefault(key, []).extend((id(one), (one[0] * strength, *one[1:])) for one in entries)
+    return found
+
+
+def _in_all(states: Sequence[tuple[frozenset[int], Mapping[int, _Cancelled]]]) -> dict[int, str]:
+    """The patches that are cancelled in each state that has them, together with what cancels them there.
+
+    A hook that takes a LoRA out of one conditioning of several does something.
+
+    Args:
+        states: The patches of each, and those that are cancelled.
+    """
+    found = {
+        patch: one.why
+        for _, cancelled in states
+        for patch, one in cancelled.items()
+        if all(patch in others for held, others in states if patch in held)
     }
+    left = -1
+    while left != len(found):
+        left = len(found)
+        for _, cancelled in states:
+            acting = {one.key for patch, one in cancelled.items() if patch not in found}
+            found = {
+                patch: why
+                for patch, why in found.items()
+                if patch not in cancelled or cancelled[patch].key not in acting
+            }
+    return found
+
+
+def _identities(held: _ByWeight) -> frozenset[int]:
+    return frozenset(identity for patches in held.values() for identity, _ in patches)
+
+
+def _cancelled_in(patcher: Any, hooked: _ByWeight = MappingProxyType({})) -> dict[int, _Cancelled]:
+    if patcher is None:
+        return {}
+    patches: list[AppliedPatch] = []
+    identities: dict[tuple[str, int], int] = {}
+    kept = kept_weights(patcher)
+    for key in patcher.patches.keys() | hooked.keys():
+        own = [(id(one), one) for one in sequence(patcher.patches.get(key))]
+        leaves = attempt(partial(_leaves, [*own, *hooked.get(key, ())])).value or []
+        weight = original_weight(patcher, key, kept) if len(leaves) > 1 else None
+        for index, (identity, entry) in enumerate(leaves if len(leaves) > 1 else ()):
+            patches += applied(PatcherEntry(key, entry, _TOGETHER), index, weight)
+            identities[key, index] = identity
+    return {
+        identities[change.key, change.index]: _Cancelled(change.key, why)
+        for change, why in cancelled_changes(ModelPatches(tuple(patches)))
+    }
+
+
+def _leaves(held: Sequence[_Held], times: float = 1.0) -> list[_Held]:
+    """The patches of a weight, those of models that are merged into it too, each with what all others leave of its strength.
+
+    Raises:
+        ValueError: A merge changes a part of the weight.
+    """
+    found: list[_Held] = []
+    for identity, (strength, change, before, *place) in reversed(held):
+        is_merge = isinstance(change, list)
+        if any(one is not None for one in place) and (is_merge or before != 1):
+            raise ValueError("a merge changes a part of the weight")
+        if is_merge:
+            found += _leaves([(id(one), one) for one in change[1:]], times * strength)
+        else:
+            found.append((identity, (strength * times, change, 1.0, *place)))
+        times *= before
+    return found
 
 
 def patches_of(patcher: Any) -> Iterator[int]:

@@ -153,6 +153,12 @@ class PromptRecording:
         # A copy, since a node's own thread may ask while the host's starts the next node.
         return next((node for node in reversed(tuple(self.nodes.values())) if node.ended_ns is None), None)
 
+    def posted(self, node: NodeWatch | None) -> str:
+        """The node of the posted graph that a node is, or that it came from; "" if there is none."""
+        while node is not None and node.id not in self.graph:
+            node = self.nodes.get(node.facts[NODE]["parent"])
+        return "" if node is None else node.id
+
     def started(self, node_id: str) -> None:
         """A node begins. A second time: its first start only asked which inputs it needs, and is no part of it."""
         with self.lock:

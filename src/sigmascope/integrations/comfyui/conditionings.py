@@ -1,0 +1,291 @@
+"""The instrument that sees with which conditionings ComfyUI samples: their weight, their hooks, and where their texts came from.
+
+A conditioning with a mask of zeros or of strength 0 is sampled like any other, and multiplied with 0. So is the positive one
+where cfg is 0. A text that a node encoded is followed by the identity of its tensor, which nodes that set an area, a mask,
+hooks or a range of steps hand on. What other nodes make of it has another identity, and may hold the text or not.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.needs import Need, output_data
+from sigmascope.integrations.comfyui.posted_graph import signature_of
+from sigmascope.integrations.comfyui.recording import PromptRecording
+from sigmascope.integrations.comfyui.sampling import first_of
+from sigmascope.integrations.comfyui.wraps import Call, Wrap
+from sigmascope.probes.reading import attribute, number, sequence
+
+_NAME: Final = "conditionings"
+_UNKNOWN: Final = ""
+"""In place of a node: nobody knows where a tensor came from."""
+_POOLED: Final = "pooled_output"
+_CFG_FUNCTIONS: Final = (
+    "sampler_cfg_function",
+    "sampler_pre_cfg_function",
+    "sampler_post_cfg_function",
+    "sampler_calc_cond_batch_function",
+)
+"""Options of a model, by which more than ComfyUI's own formula takes both conditionings."""
+State = frozenset[tuple[object, float]]
+"""Hooks that are in force together: ComfyUI's mark of each, and the strength that its schedule has then."""
+
+
+def _takes(class_type: str, given: Mapping[str, Any]) -> dict[str, bool] | None:
+    """Whether what ComfyUI's own node makes of conditionings holds each of these inputs; None: it is another node."""
+    if class_type == "ConditioningConcat":
+        return {"conditioning_to": True, "conditioning_from": True}
+    if class_type == "ConditioningMultiply" and (factor := number(given.get("multiplier"))) is not None:
+        return {"conditioning": factor != 0}
+    share = number(given.get("conditioning_to_strength"))
+    if class_type == "ConditioningAverage" and share is not None:
+        return {"conditioning_to": share != 0, "conditioning_from": share != 1}
+    return None
+
+
+class Origin(NamedTuple):
+    """Of which nodes' texts a conditioning is made, by the nodes' signatures: surely, or perhaps."""
+
+    sure: frozenset[str]
+    maybe: frozenset[str] = frozenset()
+
+
+_NOBODY_KNOWS: Final = Origin(frozenset(), frozenset({_UNKNOWN}))
+
+
+class Sampled(NamedTuple):
+    """With what a node made its steps.
+
+    Attributes:
+        states: The hooks of each conditioning, and whether it had any weight.
+        texts: Of which nodes' texts the conditionings with a weight are made.
+    """
+
+    states: Mapping[State, bool]
+    texts: Origin
+
+    def holds(self, signatures: Iterable[str]) -> bool | None:
+        """Whether the text of one of these nodes was among them; None: that is not known."""
+        wanted = set(signatures)
+        if wanted & self.texts.sure:
+            return True
+        return None if (wanted | {_UNKNOWN}) & self.texts.maybe else False
+
+    def beside(self, other: "Sampled | None") -> "Sampled":
+        """Both in one."""
+        if other is None:
+            return self
+        states = {
+            state: self.states.get(state, False) or has_weight for state, has_weight in other.states.items()
+        }
+        texts = Origin(self.texts.sure | other.texts.sure, self.texts.maybe | other.texts.maybe)
+        return Sampled({**self.states, **states}, texts)
+
+
+@dataclass(slots=True, eq=False)
+class _Counted:
+    """A conditioning in a node's steps: whether it has weight, and whether its tensors hold anything, or are zeros."""
+
+    state: State
+    origin: Origin
+    holds: bool | Tensor
+    weight: bool | Tensor
+    has_area: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """Of one prompt.
+
+    Attributes:
+        counted: By node, the conditionings that it sampled with.
+        known: Those of which nothing new is to be found out: by ComfyUI's mark, and whether cfg leaves them out.
+        texts: By ComfyUI's mark, of what texts a conditioning is made, and whether its tensors hold anything.
+        left_out: ComfyUI's marks of those that cfg leaves out of this step.
+        signatures: Of nodes.
+        makers: By node of the posted graph, the signature of one that made a conditioning.
+        sampled: See `sampled_in`; None: it was not asked for yet.
+    """
+
+    counted: dict[str, list[_Counted]] = field(default_factory=dict)
+    known: set[tuple[object, bool]] = field(default_factory=set)
+    texts: dict[object, tuple[Origin, bool | Tensor]] = field(default_factory=dict)
+    left_out: frozenset[object] = frozenset()
+    signatures: dict[str, str] = field(default_factory=dict)
+    makers: dict[str, str] = field(default_factory=dict)
+    sampled: dict[str, Sampled] | None = None
+
+
+class Conditionings(Instrument):
+    """Wraps `get_area_and_mult` and `sampling_function` of `comfy.samplers`, and `execution.get_output_data`."""
+
+    name = _NAME
+    gives = "which conditionings sampling counts"
+    needs = (
+        Need("comfy.samplers", "get_area_and_mult", ("conds",), False),
+        Need("comfy.samplers", "sampling_function", ("cond", "cond_scale", "model_options"), False),
+        output_data("obj", "input_data_all"),
+    )
+
+    def put_on(self) -> None:
+        """See `Instrument`."""
+        self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
+        self.wraps.append(Wrap(self.needs[0], self, after=self._weighed))
+        self.wraps.append(Wrap(self.needs[1], self, before=self._begins_step, after=self._ended_step))
+        self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
+
+    def _begins_step(self, call: Call) -> None:
+        """With cfg 0 the positive conditioning is multiplied with 0, unless a function sees it."""
+        prompt, options = self.prompt_here(), call.get("model_options") or {}
+        if prompt is not None and call.get("cond_scale") == 0 and not any(map(options.get, _CFG_FUNCTIONS)):
+            marks = frozenset(one.get("uuid") for one in call.get("cond") or ())
+            prompt.until_the_end(_NAME, _Seen).left_out = marks
+
+    def _ended_step(self, _call: Call, _known: None, _result: object, _error: BaseException | None) -> None:
+        if (prompt := self.prompt_here()) is not None:
+            prompt.until_the_end(_NAME, _Seen).left_out = frozenset()
+
+    def _weighed(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
+        prompt = self.prompt_here()
+        if prompt is None or error is not None or result is None:  # None: it is not for this step
+            return
+        given, seen = call.get("conds"), prompt.until_the_end(_NAME, _Seen)
+        mark = given.get("uuid"), given.get("uuid") in seen.left_out
+        if mark in seen.known or (node := self.node_here()) is None:
+            return
+        is_plain = "mask" not in given and isinstance(given.get("strength", 1.0), int | float)
+        weight: bool | Tensor = not mark[1]
+        if (
+            weight and "default" not in given
+        ):  # a default one gets its weight later, and is left out if it has none
+            weight = given.get("strength", 1.0) != 0 if is_plain else result.mult.any()
+        state = state_of(getattr(result, "hooks", None))
+        if mark[0] not in seen.texts:
+            seen.texts[mark[0]] = self._text_of(given)
+        counted = _Counted(state, *seen.texts[mark[0]], weight, "area" in given)
+        seen.counted.setdefault(node.id, []).append(counted)
+        if not state and is_plain:
+            seen.known.add(mark)
+
+    def _text_of(self, given: Mapping[str, Any]) -> tuple[Origin, bool | Tensor]:
+        """Of what texts a conditioning is made, and whether its tensors hold anything but zeros."""
+        text = given.get("cross_attn")
+        others = [one for name, one in given.items() if name != "cross_attn" and isinstance(one, Tensor)]
+        origins = [known for one in others if (known := self._origin_of(one)) is not None]
+        pooled = given.get(_POOLED)
+        if isinstance(pooled, Tensor) and self._origin_of(pooled) is None:
+            origins.append(_NOBODY_KNOWS)
+        own = _NOBODY_KNOWS if not isinstance(text, Tensor) else self._origin_of(text) or _NOBODY_KNOWS
+        maybe = own.maybe.union(*(one.sure | one.maybe for one in origins)) - own.sure
+        if not maybe or not isinstance(text, Tensor):
+            return Origin(own.sure, maybe), True
+        tensors = [text, *(one for one in others if one is pooled or self._origin_of(one) is not None)]
+        return Origin(own.sure, maybe), torch.stack([one.any().to(text.device) for one in tensors]).any()
+
+    def _origin_of(self, tensor: Tensor) -> Origin | None:
+        kept, origin = self._origins.get(id(tensor), (None, None))
+        return origin if kept is not None and kept() is tensor else None
+
+    def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
+        """What a node made of conditionings, or of a text."""
+        kinds = [str(kind) for kind in getattr(call.get("obj"), "RETURN_TYPES", ())]
+        prompt, inputs = self.session.prompt_of(call.get("prompt_id")), call.get("input_data_all")
+        if (
+            "CONDITIONING" not in kinds
+            or prompt is None
+            or error is not None
+            or not isinstance(inputs, Mapping)
+        ):
+            return
+        node = prompt.nodes.get(str(call.get("unique_id")))
+        posted = prompt.posted(node)
+        made = [pair for kind, values in zip(kinds, result[0] or (), strict=False) if kind == "CONDITIONING"
+                for pair in _pairs(values)]  # fmt: skip
+        if node is None or not posted or all(self._origin_of(text) is not None for text, _ in made):
+            return
+        seen = prompt.until_the_end(_NAME, _Seen)
+        own = seen.makers[posted] = signature_of(prompt.graph, posted, seen.signatures)
+        origin = self._made_of(node.class_type, inputs, own)
+        for text, more in made:
+            with_text = more.values() if "clip" in inputs else (more.get(_POOLED),)
+            for tensor in (text, *with_text):
+                if isinstance(tensor, Tensor) and self._origin_of(tensor) is None:
+                    self._remember(tensor, origin)
+
+    def _made_of(self, class_type: str, inputs: Mapping[str, Any], own: str) -> Origin:
+        takes = _takes(class_type, {name: first_of(value) for name, value in inputs.items()})
+        sure, maybe = {own}, set[str]()
+        for name, value in inputs.items():
+            for text, more in _pairs(value):
+                for tensor in (text, more.get(_POOLED)):
+                    before = self._origin_of(tensor) or _NOBODY_KNOWS if isinstance(tensor, Tensor) else None
+                    if before is None or (takes is not None and not takes.get(name, True)):
+                        continue
+                    (maybe if takes is None or tensor is not text else sure).update(before.sure)
+                    maybe.update(before.maybe)
+        return Origin(frozenset(sure), frozenset(maybe - sure))
+
+    def _remember(self, tensor: Tensor, origin: Origin) -> None:
+        at, origins = id(tensor), self._origins
+
+        def forget(kept: weakref.ref[Tensor]) -> None:
+            if origins.get(at, (None,))[0] is kept:
+                del origins[at]
+
+        origins[at] = weakref.ref(tensor, forget), origin
+
+
+def state_of(hooks: object) -> State:
+    """The hooks of a group, each with its strength of this moment."""
+    held = sequence(attribute(hooks, "hooks"))
+    found = ((attribute(hook, "hook_ref"), number(attribute(hook, "strength"))) for hook in held)
+    return frozenset((ref, 1.0 if strength is None else strength) for ref, strength in found)
+
+
+def sampled_in(prompt: PromptRecording) -> dict[str, Sampled]:
+    """With what each node of the posted graph made its steps, with those that it expanded into. At the prompt's end: it waits."""
+    seen = prompt.until_the_end(_NAME, _Seen)
+    if seen.sampled is None:
+        seen.sampled = _sampled(prompt, seen)
+    return seen.sampled
+
+
+def _sampled(prompt: PromptRecording, seen: _Seen) -> dict[str, Sampled]:
+    found: dict[str, Sampled] = {}
+    for node_id, counted in seen.counted.items():
+        states: dict[State, bool] = {}
+        sure, maybe = set[str](), set[str]()
+        for one in counted:
+            has_weight = bool(one.weight)
+            states[one.state] = states.get(one.state, False) or has_weight
+            if has_weight and bool(one.holds):
+                sure |= one.origin.sure
+                maybe |= one.origin.maybe
+            elif one.has_area:  # ComfyUI takes it for others of the same area, too
+                maybe |= one.origin.sure | one.origin.maybe
+        posted = prompt.posted(prompt.nodes.get(node_id))
+        now = Sampled(states, Origin(frozenset(sure), frozenset(maybe)))
+        found[posted] = now.beside(found.get(posted))
+    return found
+
+
+def makers_in(prompt: PromptRecording) -> Mapping[str, str]:
+    """The nodes of the posted graph that made a conditioning, each with its signature."""
+    return prompt.until_the_end(_NAME, _Seen).makers
+
+
+def _pairs(values: object) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+    """The conditionings in what a node is given or gives: pairs of a tensor and what is set for it."""
+    for value in sequence(values):
+        for pair in sequence(value):
+            parts = sequence(pair)
+            if len(parts) == 2 and isinstance(parts[0], Tensor) and isinstance(parts[1], Mapping):
+                yield parts[0], parts[1]
+
+
+INSTRUMENT = Conditionings

@@ -1,0 +1,145 @@
+"""What a LoRA does through conditionings, hooks and merges, on a real server: held to the latent without the LoRA."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.integrations.comfyui.graphs import Graph, graph
+from tests.integrations.comfyui.server import Server, node
+from tests.integrations.comfyui.test_checkout_reports import latent_of, lora_loader, saved
+
+from sigmascope.records.run import Run
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
+Nodes = dict[str, dict[str, Any]]
+
+
+def made(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def base(lora: str = "good") -> Graph:
+    """The LoRA on model and positive text; "12" is a text without it, which the sampler has for its negative."""
+    nodes = graph(seed=301, lora=lora)
+    nodes["12"] = made("CLIPTextEncode", clip=["1", 1], text="ugly")
+    nodes["6"]["inputs"]["negative"] = ["12", 0]
+    return nodes
+
+
+def without(nodes: Graph, *loaders: str) -> Graph:
+    """The same without LoRA loaders and hooks."""
+    left: Graph = {name: {**one, "inputs": dict(one["inputs"])} for name, one in nodes.items()}
+    for name in loaders:
+        gone = left.pop(name)["inputs"]
+        sources = [gone.get("model"), gone.get("clip")]
+        for one in left.values():
+            for key, value in [*one["inputs"].items()]:
+                if isinstance(value, list) and value[0] == name:
+                    if sources[value[1]] is None:
+                        del one["inputs"][key]
+                    else:
+                        one["inputs"][key] = sources[value[1]]
+    return left
+
+
+def hooked(strength: float, *, plain: bool = True, negative: bool = True, **on: Any) -> Graph:
+    """A hook on the positive conditioning and the negative one, with a LoRA on the model or not."""
+    nodes = base() if plain else without(base(), "2")
+    nodes["20"] = made(
+        "CreateHookLora", lora_name="good.safetensors", strength_model=strength, strength_clip=0.0
+    )
+    nodes["30"] = made("SolidMask", value=0.0, width=64, height=64)
+    for name, side in (("21", "positive"), *([("22", "negative")] if negative else [])):
+        given = {"cond_NEW": nodes["6"]["inputs"][side], "strength": 1.0, "set_cond_area": "default"}
+        nodes[name] = made("ConditioningSetProperties", **given, hooks=["20", 0], **on)
+        nodes["6"]["inputs"][side] = [name, 0]
+    return nodes
+
+
+def combined(nodes: Graph, name: str) -> Graph:
+    """A conditioning beside the one that has no LoRA."""
+    nodes["40"] = made("CLIPTextEncode", clip=["1", 1], text="a dog")
+    nodes["42"] = made("ConditioningCombine", conditioning_1=[name, 0], conditioning_2=["40", 0])
+    nodes["6"]["inputs"]["positive"] = ["42", 0]
+    return nodes
+
+
+def text(change: Callable[[Graph], Any], positive: str = "41", **settings: Any) -> Graph:
+    """A LoRA on the text encoder alone, whose conditioning is "3"."""
+    nodes = base("text")
+    nodes["40"] = made("CLIPTextEncode", clip=["1", 1], text="a dog")
+    nodes["41"] = change(nodes)
+    nodes["6"]["inputs"] |= {"positive": [positive, 0], **settings}
+    return nodes
+
+
+def average(share: float) -> Graph:
+    given = {"conditioning_to": ["40", 0], "conditioning_from": ["3", 0], "conditioning_to_strength": share}
+    return text(lambda _: made("ConditioningAverage", **given))
+
+
+def merge(*steps: tuple[str, str, str, dict[str, Any]], more: Nodes | None = None) -> Graph:
+    nodes = base() | (more or {})
+    for number, (kind, first, second, settings) in enumerate(steps, 10):
+        nodes[str(number)] = made(kind, model1=[first, 0], model2=[second, 0], **settings)
+    nodes["6"]["inputs"]["model"] = [str(9 + len(steps)), 0]
+    nodes["3"]["inputs"]["clip"] = ["1", 1]
+    return nodes
+
+
+SUBTRACT, NEGATIVE = {"multiplier": 1.0}, {"9": lora_loader("1", "good", -0.8)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "acts"),
+    [
+        pytest.param(hooked(-0.8), {"2": False, "20": False}, id="hook against the model's"),
+        pytest.param(hooked(-0.8, negative=False), {"2": True, "20": True}, id="on one conditioning"),
+        pytest.param(hooked(-0.3), {"2": True, "20": True}, id="not all of it"),
+        pytest.param(hooked(0.8, plain=False, mask=["30", 0]), {"20": False}, id="hook with a mask of zeros"),
+        pytest.param(
+            combined(hooked(0.8, plain=False, negative=False, mask=["30", 0]), "21"), {"20": False},
+            id="beside another conditioning",
+        ),
+        pytest.param(combined(hooked(0.8, plain=False, negative=False), "21"), {"20": True}, id="without a mask"),
+        pytest.param(text(lambda _: made("ConditioningZeroOut", conditioning=["3", 0])), {"2": False}, id="zeroed"),
+        pytest.param(average(1.0), {"2": False}, id="averaged with weight 0"),
+        pytest.param(average(0.5), {"2": True}, id="averaged"),
+        pytest.param(
+            text(lambda _: made("ConditioningConcat", conditioning_to=["40", 0], conditioning_from=["3", 0])),
+            {"2": True}, id="concatenated",
+        ),
+        pytest.param(
+            text(lambda _: made("ConditioningZeroOut", conditioning=["3", 0]), "3", cfg=0.0), {"2": False}, id="cfg 0"
+        ),
+        pytest.param(text(lambda _: made("PreviewAny", source=["3", 0]), "40"), {"2": False}, id="to no sampler"),
+        pytest.param(
+            merge(("ModelMergeSubtract", "2", "2", SUBTRACT), ("ModelMergeAdd", "1", "10", {})), {"2": False},
+            id="base + (lora - lora)",
+        ),
+        pytest.param(
+            merge(("ModelMergeSubtract", "2", "1", SUBTRACT), ("ModelMergeAdd", "1", "10", {})), {"2": True},
+            id="base + (lora - base)",
+        ),
+        pytest.param(
+            merge(("ModelMergeSimple", "2", "9", {"ratio": 0.5}), more=NEGATIVE), {"2": False, "9": False},
+            id="merged with its negative",
+        ),
+    ],
+)  # fmt: skip
+def test_a_lora_is_said_to_act_where_the_latent_is_another_one_without_it(
+    server: Server, nodes: Graph, acts: dict[str, bool]
+) -> None:
+    """A latent that rounding alone moved counts as the one without the LoRA."""
+    told = verdicts_of(server.run(latent_of(nodes)))
+    bare = saved(server, without(nodes, *acts))
+    moved = float((saved(server, nodes) - bare).norm() / bare.norm())
+    assert {name: told[name]["effective"] for name in acts} == acts
+    assert (moved > 2e-4) is any(acts.values())
+
+
+def verdicts_of(run: Run) -> dict[str, dict[str, Any]]:
+    """By node, of one that ran or that ComfyUI kept."""
+    kept = {one["node"]: one for one in run.facts["comfyui"].get("loras_kept", ())}
+    ran = [stage.facts["node"]["id"] for stage in run.walk() if "lora_verdicts" in stage.facts]
+    return kept | {name: node(run, name).facts["lora_verdicts"][0] for name in ran}

@@ -1,0 +1,315 @@
+"""What a LoRA does through the conditionings that a sampler counts, on stand-ins: texts, hooks, and models with hooks."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.comfy_shapes.adapters import LoRAAdapter, lora_adapter, lora_parts
+from tests.comfy_shapes.beside import Hook, HookGroup
+from tests.comfy_shapes.modules import CLIP_Q, BaseModel, Q, SDClipModel
+from tests.comfy_shapes.patchers import ModelPatcher
+from tests.integrations.comfyui.conftest import Watch
+from tests.integrations.comfyui.host import Host, Node, latent
+from tests.integrations.comfyui.test_hook_lora import Merging
+from tests.integrations.comfyui.test_nodes import nodes
+
+from sigmascope.integrations.comfyui.models_in_use import _cancelled_in
+
+Graph = dict[str, dict[str, Any]]
+MASK = torch.tensor([0.0, 1.0, 1.0, 1.0])
+
+
+@pytest.fixture
+def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host whose nodes do with conditionings what ComfyUI's own of these names do, and sample with them."""
+    up, down, alpha, *_ = lora_parts()
+    parts = {"lora_B.weight": up, "lora_A.weight": down, "alpha": torch.tensor(alpha)}
+    for file, weight in {"unet": Q, "text": f"text_encoders.{CLIP_Q}"}.items():
+        named = {f"{weight.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
+        save_file(named, tmp_path / f"{file}.safetensors")
+    folders = SimpleNamespace(
+        get_full_path=lambda _kind, name: str(tmp_path / name), get_user_directory=lambda: str(tmp_path)
+    )
+    monkeypatch.setitem(sys.modules, "folder_paths", folders)
+    patchers, samplers, management = (
+        host.module(f"comfy.{name}") for name in ("model_patcher", "samplers", "model_management")
+    )
+    patchers.ModelPatcher = type("ModelPatcher", (ModelPatcher,), dict(vars(Merging)))
+    marks = iter(range(1000))
+
+    def put_on(key: str) -> Any:
+        def run(of: Any, lora_name: str, strength_model: float) -> Any:
+            changed = of.clone()
+            changed.is_clip = of.is_clip
+            changed.add_patches({key: lora_adapter()}, strength_model)
+            return (changed,)
+
+        return run
+
+    def clip() -> Any:
+        patcher = patchers.ModelPatcher(SDClipModel())
+        patcher.is_clip = True
+        return (patcher,)
+
+    def encode(clip: Any, text: str) -> Any:
+        management.load_models_gpu([clip])
+        return ([[torch.ones(1, 2, 8), {"pooled_output": torch.ones(1, 8)}]],)
+
+    def with_values(c: Any, **values: Any) -> Any:
+        return ([[text, {**more, **values}] for text, more in c],)
+
+    def zeroed(c: Any) -> Any:
+        return ([[text * 0, {name: one * 0 for name, one in more.items()}] for text, more in c],)
+
+    def average(conditioning_to: Any, conditioning_from: Any, conditioning_to_strength: float) -> Any:
+        first, second = conditioning_to[0][0], conditioning_from[0][0]
+        share = conditioning_to_strength
+        return ([[first * share + second * (1 - share), {}]],)
+
+    def sample(
+        model: Any,
+        positive: Any,
+        negative: Any,
+        latent_image: Any,
+        cfg: float = 5.0,
+        steps: int = 2,
+        **_: Any,
+    ) -> Any:
+        management.load_models_gpu([model])
+        conds = [
+            [{**more, "cross_attn": text, "uuid": next(marks)} for text, more in one]
+            for one in (positive, negative)
+        ]
+        groups = {id(one["hooks"]): one["hooks"] for side in conds for one in side if "hooks" in one}
+        model.hook_patches = {
+            hook.hook_ref: {Q: [hook.entry]} for group in groups.values() for hook in group.hooks
+        }
+        for group in groups.values():
+            model.register_all_hook_patches(group, {})
+            combined = {Q: [(hook.strength * hook.entry[0], hook.entry[1]) for hook in group.hooks]}
+            model.patch_hook_weight_to_device(group, combined, Q)
+        for _step in range(steps):
+            samplers.sampling_function(
+                model, torch.zeros(4), None, [] if cfg == 1 else conds[1], conds[0], cfg, model_options={}
+            )
+        for key, (weight, _) in model.hook_backup.items():
+            model.model.get_parameter(key).data.copy_(weight)
+        model.hook_backup, model.hook_patches = {}, {}
+        return (latent(),)
+
+    def make_hook(lora_name: str, strength_model: float) -> Any:
+        hook: Any = Hook()
+        hook.entry = (strength_model, lora_adapter(), 1.0, None, None)
+        return (HookGroup(hook),)
+
+    host.nodes |= {
+        "Base": Node(("MODEL",), lambda: (patchers.ModelPatcher(BaseModel()),)),
+        "Clip": Node(("CLIP",), clip),
+        "Lora": Node(("MODEL",), lambda model, **more: put_on(Q)(model, **more)),
+        "TextLora": Node(("CLIP",), lambda clip, **more: put_on(CLIP_Q)(clip, **more)),
+        "Encode": Node(("CONDITIONING",), encode),
+        "Set": Node(("CONDITIONING",), with_values),
+        "Mask": Node(("CONDITIONING",), lambda c, weight: with_values(c, mask=MASK * weight)),
+        "Over": Node(("CONDITIONING",), lambda c: with_values(c, is_over=True)),
+        "Combine": Node(("CONDITIONING",), lambda a, b: (a + b,)),
+        "Zero": Node(("CONDITIONING",), zeroed),
+        "Double": Node(("CONDITIONING",), lambda c: ([[text * 2, more] for text, more in c],)),
+        "ConditioningAverage": Node(("CONDITIONING",), average),
+        "ConditioningConcat": Node(
+            ("CONDITIONING",),
+            lambda conditioning_to, conditioning_from: (
+                [[torch.cat([conditioning_to[0][0], conditioning_from[0][0]], 1), {}]],
+            ),
+        ),
+        "Hook": Node(("HOOKS",), make_hook),
+        "Sampler": Node(("LATENT",), sample),
+    }
+    return host
+
+
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def sampler(positive: str, negative: str, model: str = "1", **more: Any) -> dict[str, Any]:
+    inputs = {"positive": [positive, 0], "negative": [negative, 0], "latent_image": ["3", 0], **more}
+    return node("Sampler", model=[model, 0], sampler_name="euler", steps=2, **inputs)
+
+
+def text_graph(more: Mapping[str, Any], positive: str, negative: str = "5", **settings: Any) -> Graph:
+    """ "4" is encoded with the LoRA, "5" without it."""
+    return {
+        "1": node("Base"),
+        "6": node("Clip"),
+        "2": node("TextLora", clip=["6", 0], lora_name="text.safetensors", strength_model=1.0),
+        "3": node("Empty"),
+        "4": node("Encode", clip=["2", 0], text="a"),
+        "5": node("Encode", clip=["6", 0], text="b"),
+        **more,
+        "9": sampler(positive, negative, **settings),
+    }
+
+
+def verdict_of(run: Any, name: str = "2") -> dict[str, Any]:
+    known = {one["node"]: one for one in run.facts["comfyui"].get("loras_kept", ())}
+    found: dict[str, Any] = nodes(run)[name].facts["lora_verdicts"][0] if name in nodes(run) else known[name]
+    return found
+
+
+C = ["4", 0]
+OTHERS = {"conditioning_to": ["5", 0], "conditioning_from": C}
+
+
+@pytest.mark.parametrize(
+    ("more", "positive", "settings", "acts"),
+    [
+        pytest.param({}, "4", {}, True, id="as it is"),
+        pytest.param({"7": node("Set", c=C, strength=0.5)}, "7", {}, True, id="half its strength"),
+        pytest.param({"7": node("Set", c=C, strength=0.0)}, "7", {}, False, id="strength 0"),
+        pytest.param({"7": node("Mask", c=C, weight=1.0)}, "7", {}, True, id="a mask"),
+        pytest.param({"7": node("Mask", c=C, weight=0.0)}, "7", {}, False, id="a mask of zeros"),
+        pytest.param(
+            {"7": node("Mask", c=C, weight=0.0), "8": node("Combine", a=["7", 0], b=C)}, "8", {}, True,
+            id="masked, and as it is",
+        ),
+        pytest.param({"7": node("Over", c=C)}, "7", {}, False, id="for no step"),
+        pytest.param({"7": node("Zero", c=C)}, "7", {}, False, id="zeroed"),
+        pytest.param({"7": node("Double", c=C)}, "7", {}, None, id="changed by an unknown node"),
+        pytest.param({"7": node("ConditioningConcat", **OTHERS)}, "7", {}, True, id="concatenated"),
+        pytest.param(
+            {"7": node("ConditioningAverage", **OTHERS, conditioning_to_strength=0.5)}, "7", {}, True, id="averaged"
+        ),
+        pytest.param(
+            {"7": node("ConditioningAverage", **OTHERS, conditioning_to_strength=1.0)}, "7", {}, False,
+            id="averaged with weight 0",
+        ),
+        pytest.param({"7": node("Pass", x=C)}, "5", {}, False, id="to no sampler"),
+        pytest.param({}, "4", {"cfg": 0.0}, False, id="positive at cfg 0"),
+        pytest.param({"7": node("Set", c=C, strength=0.0, area=(8, 8, 0, 0))}, "7", {}, None, id="strength 0 on an area"),
+    ],
+)  # fmt: skip
+def test_a_lora_of_a_text_encoder_acts_as_far_as_a_step_counts_the_text(
+    watch: Watch,
+    sampling: Host,
+    more: dict[str, Any],
+    positive: str,
+    settings: dict[str, Any],
+    acts: bool | None,
+) -> None:
+    watched = watch()
+    run = watched.run(text_graph(more, positive, **settings, seed=1), "a")
+    assert watched.off() == {}
+    assert verdict_of(run)["effective"] is acts
+    assert verdict_of(run)["modules_used"] == (None if acts is None else int(acts))
+    for prompt_id, seed in ("b", 1), ("c", 7):  # all is kept, and all but the sampler
+        again = watched.run(text_graph(more, positive, **settings, seed=seed), prompt_id)
+        assert verdict_of(again)["effective"] is acts
+
+
+@pytest.mark.parametrize(("cfg", "acts"), [(1.0, False), (0.0, True), (5.0, True)])
+def test_a_lora_of_the_negative_text_acts_as_far_as_cfg_takes_it(
+    watch: Watch, sampling: Host, cfg: float, acts: bool
+) -> None:
+    assert verdict_of(watch().run(text_graph({}, "5", "4", cfg=cfg)))["effective"] is acts
+
+
+def hook_graph(
+    strength: float,
+    on: Mapping[str, Any] | None = None,
+    *,
+    plain: float = 0.0,
+    negative: bool = True,
+    cfg: float = 5.0,
+) -> Graph:
+    """A hook on the positive conditioning, and on the negative one; with a LoRA on the model, if `plain` is not 0."""
+    hooks = {"hooks": ["7", 0], **(on or {})}
+    return {
+        "1": node("Base"),
+        "6": node("Clip"),
+        "3": node("Empty"),
+        "5": node("Encode", clip=["6", 0], text="b"),
+        "7": node("Hook", lora_name="unet.safetensors", strength_model=strength),
+        "10": node("Set", c=["5", 0], **hooks),
+        "11": node("Set", c=["5", 0], **hooks),
+        "2": node("Lora", model=["1", 0], lora_name="unet.safetensors", strength_model=plain),
+        "9": sampler("10", "11" if negative else "5", "2" if plain else "1", cfg=cfg),
+    }
+
+
+@pytest.mark.parametrize(
+    ("on", "cfg", "acts"),
+    [({"strength": 0.5}, 5.0, True), ({"strength": 0.0}, 5.0, False), ({"mask": MASK * 0}, 5.0, False), ({}, 0.0, False)],
+    ids=["half", "strength 0", "a mask of zeros", "cfg 0"],
+)  # fmt: skip
+def test_a_hook_acts_as_far_as_its_conditioning_has_weight(
+    watch: Watch, sampling: Host, on: dict[str, Any], cfg: float, acts: bool
+) -> None:
+    verdict = verdict_of(watch().run(hook_graph(1.0, on, negative=False, cfg=cfg)), "7")
+    assert verdict["effective"] is acts
+    assert acts or "no conditioning that it is on has any weight" in verdict["says"]
+
+
+@pytest.mark.parametrize(
+    ("strength", "negative", "acts"),
+    [(-0.8, True, False), (-0.3, True, True), (-0.8, False, True)],
+    ids=["everywhere", "not all of it", "on one conditioning of two"],
+)
+def test_a_lora_that_hooks_take_out_of_each_conditioning_does_nothing(
+    watch: Watch, sampling: Host, strength: float, negative: bool, acts: bool
+) -> None:
+    run = watch().run(hook_graph(strength, plain=0.8, negative=negative))
+    assert (verdict_of(run, "2")["effective"], verdict_of(run, "7")["effective"]) == (acts, acts)
+    assert acts or "it cancels a LoRA that is on the model itself" in verdict_of(run, "7")["says"]
+
+
+LORA, SAME = lora_adapter(), lora_adapter()
+OTHER = lora_adapter(seed=5)
+OFT = type("OFTAdapter", (LoRAAdapter,), {"name": "oft"})(set(), (torch.zeros(2, 4, 4), None, None, None))
+
+
+def entry(strength: float, change: Any, before: float = 1.0) -> tuple[Any, ...]:
+    return (strength, change, before, None, None)
+
+
+def merged(*patches: Any) -> list[Any]:
+    """What ComfyUI makes of a model's weight to merge it into another: the weight, and the patches upon it."""
+    return [(BaseModel().get_parameter(Q), None), *patches]
+
+
+A = entry(0.8, LORA)
+
+
+@pytest.mark.parametrize(
+    ("patches", "cancelled"),
+    [
+        pytest.param([entry(1.0, merged(A, entry(-1.0, merged(A), 1.0)), 1.0)], {0}, id="base + (a - a)"),
+        pytest.param([entry(1.0, merged(A, entry(-1.0, merged(), 1.0)), 1.0)], set(), id="base + (a - base)"),
+        pytest.param([A, entry(0.5, merged(entry(-0.8, SAME)), 0.5)], {0, 1}, id="half of a, half of -a"),
+        pytest.param([A, entry(0.3, merged(entry(-0.8, SAME)), 0.7)], set(), id="0.7 of a, 0.3 of -a"),
+        pytest.param([A, entry(-1.0, merged(A, entry(-1.0, merged(), 1.0)), 1.0)], {0}, id="a - (a - base)"),
+        pytest.param([A, entry(0.5, merged(entry(-0.8, OTHER)), 0.5)], set(), id="half of another"),
+        pytest.param(
+            [A, entry(0.5, merged(entry(-0.8, SAME), entry(1.0, OFT)), 0.5)], set(), id="beside an OFT"
+        ),
+    ],
+)
+def test_models_merged_with_each_other_cancel_what_sums_to_0(patches: list[Any], cancelled: set[int]) -> None:
+    """`cancelled` numbers the LoRA's patches in the order in which they stand there."""
+    patcher = ModelPatcher(BaseModel())
+    patcher.patches = {Q: patches}
+    leaves: list[Any] = []
+
+    def walk(held: list[Any]) -> None:
+        for one in held:
+            if isinstance(one[1], list):
+                walk(one[1][1:])
+            elif isinstance(one[1], LoRAAdapter) and id(one) not in map(id, leaves):
+                leaves.append(one)
+
+    walk(patches)
+    assert _cancelled_in(patcher).keys() == {id(leaves[number]) for number in cancelled}
