@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxPipeline
+from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.lora_pipeline import MiniMaxH3LoraLoaderMixin
+from peft import LoKrConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.families.denoisers import sd15_unet
 from torch import Tensor
@@ -312,6 +314,36 @@ def test_an_alpha_that_says_nothing_else_is_not_told(
         one for one in inspect_lora(tmp_path / "lora.safetensors").findings if one.id == "lora_alpha_unread"
     ]
     assert [one.evidence["strength"] for one in told] == ([] if strength is None else [strength])
+
+
+def whole_lokr(path: Path, alpha: float, **header: str) -> Path:
+    """A LoKr of kohya's names with two whole factors."""
+    name = "lora_unet_double_blocks_0_img_attn_proj"
+    factors = {"lokr_w1": torch.ones(8, 8), "lokr_w2": torch.ones(384, 384), "alpha": torch.tensor(alpha)}
+    save_file({f"{name}.{part}": value for part, value in factors.items()}, path, metadata=header)
+    return path
+
+
+def test_an_alpha_beside_two_whole_factors_of_lokr_is_told_as_no_host_reads_it(tmp_path: Path) -> None:
+    """Comfy-Org/ComfyUI issue 15114. PEFT trains with alpha / rank there, and diffusers drops alpha."""
+    path = whole_lokr(tmp_path / "lokr.safetensors", 1.0, ss_network_dim="32")
+    finding = next(one for one in inspect_lora(path).findings if one.id == "lora_lokr_alpha_unread")
+    config = LoKrConfig(r=32, alpha=1, target_modules=["0"], decompose_factor=8)
+    layer: Any = get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 32)), config).base_model.model[0]
+    assert set(layer.lokr_w1) == set(layer.lokr_w2) == {"default"}  # both are whole
+    assert finding.evidence["strength"] == layer.scaling["default"]
+    state = load_file(path)
+    bare = {name: value.clone() for name, value in state.items() if not name.endswith("alpha")}
+    lora_conversion_utils._bake_lokr_alpha_(state)
+    assert all(torch.equal(state[name], value) for name, value in bare.items())
+
+
+@pytest.mark.parametrize("header", [{"ss_network_dim": "32"}, {}], ids=["as LyCORIS writes it", "no rank"])
+def test_an_alpha_beside_whole_factors_is_not_told_where_nothing_speaks_against_it(
+    tmp_path: Path, header: dict[str, str]
+) -> None:
+    path = whole_lokr(tmp_path / "lokr.safetensors", 32.0, **header)
+    assert "lora_lokr_alpha_unread" not in [finding.id for finding in inspect_lora(path).findings]
 
 
 def test_an_alpha_beside_the_factors_is_read_and_not_told(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sigmascope.lora.families.family import Family
 from sigmascope.lora.families.known import FAMILIES
 from sigmascope.lora.hosts import HOSTS, HostReading, host_readings
+from sigmascope.lora.inspect import inspect_lora
 
 pytestmark = pytest.mark.comfyui
 WIDTH = 12
@@ -142,3 +143,20 @@ def test_a_whole_difference_is_not_scaled(comfy: Checkout, tmp_path: Path) -> No
     patch = (1.0, patches[f"{name}.weight"], 1.0, None, None)
     weight = comfy.lora.calculate_weight([patch], torch.zeros(WIDTH, WIDTH), f"{name}.weight")
     assert of_checkout(comfy, tmp_path / "lora.safetensors").strengths == {float(weight[0, 0]): 1}
+
+
+@pytest.mark.parametrize("alpha", [1.0, 32.0])
+def test_the_alpha_beside_two_whole_factors_of_lokr_is_not_read(
+    comfy: Checkout, tmp_path: Path, alpha: float
+) -> None:
+    """Comfy-Org/ComfyUI issue 15114: "LoKr alpha scaling is ignored when both lokr_w1 and lokr_w2 are stored directly"."""
+    name = "diffusion_model.double_blocks.0.img_attn.proj"
+    first, second = torch.rand(3, 3), torch.rand(4, 4)
+    state = {f"{name}.lokr_w1": first, f"{name}.lokr_w2": second, f"{name}.alpha": torch.tensor(alpha)}
+    save_file(state, tmp_path / "lora.safetensors", metadata={"ss_network_dim": "32"})
+    (adapter,) = comfy.lora.load_lora(state, {name: "key"}, log_missing=False).values()
+    weight = torch.zeros(WIDTH, WIDTH)
+    change = adapter.calculate_weight(weight, "key", 1.0, 1.0, None, lambda change: change)
+    torch.testing.assert_close(change, torch.kron(first, second))
+    told = {one.id for one in inspect_lora(tmp_path / "lora.safetensors").findings}
+    assert ("lora_lokr_alpha_unread" in told) is (alpha != 32.0)

@@ -195,7 +195,7 @@ def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
 def readings_and_findings(
     lora: LoraFile, checkpoint: Checkpoint
 ) -> tuple[tuple[HostReading, ...], tuple[Finding, ...]]:
-    """`host_readings` of an open file, `lora_hosts_differ` if the newest hosts do not apply it alike, and `lora_alpha_unread`.
+    """`host_readings` of an open file, `lora_hosts_differ` if the newest hosts do not apply it alike, and alphas that none reads.
 
     Args:
         lora: As `any_kind_in` gives it.
@@ -204,7 +204,7 @@ def readings_and_findings(
     files = _before_hosts(lora, checkpoint)
     readings = tuple(_reading(file) for file in files)
     differ = _host_findings(readings, files, checkpoint.path)
-    return readings, (*differ, *_unread_alpha(lora, checkpoint))
+    return readings, (*differ, *_unread_alpha(lora, checkpoint), *_unread_lokr_alpha(checkpoint))
 
 
 def _before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[_File, ...]":
@@ -745,6 +745,7 @@ def kind_unread(endings: Collection[str]) -> Finding:
 
 
 _HEADER_ALPHAS: Final = ("alpha", "lora_alpha", "network_alpha", "ss_network_alpha")
+_WHOLE_LOKR: Final = ".lokr_w1"
 _HEADER_RANKS: Final = ("rank", "lora_rank", "network_dim", "ss_network_dim")
 """Fields of headers in which trainers note how a LoRA was trained. Loaders take alphas from tensors, or from PEFT's configuration."""
 
@@ -761,6 +762,33 @@ def _unread_alpha(lora: LoraFile, checkpoint: Checkpoint) -> Iterator[Finding]:
         evidence: dict[str, JsonScalar] = {"alpha": alpha, "rank": rank, "strength": alpha / rank}
         yield verdict_finding(
             "lora_alpha_unread", evidence, alpha=f"{alpha:g}", rank=f"{rank:g}", strength=strength
+        )
+
+
+def _unread_lokr_alpha(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """That LoKr with two whole factors has an alpha that is not the rank, which LyCORIS writes there (ComfyUI's issue 15114)."""
+    rank = _first_number(checkpoint.metadata, _HEADER_RANKS)
+    whole = [key.removesuffix(_WHOLE_LOKR) for key in checkpoint if key.endswith(_WHOLE_LOKR)]
+    names = [name for name in whole if f"{name}.lokr_w2" in checkpoint and f"{name}.alpha" in checkpoint]
+    if rank is None or not names:
+        return
+    alphas = Counter(float(checkpoint.tensor(f"{name}.alpha").float().mean()) for name in names)
+    alpha, count = alphas.most_common(1)[0]
+    if isfinite(alpha) and alpha > 0 and alpha != rank:
+        evidence: dict[str, JsonScalar] = {
+            "alpha": alpha,
+            "rank": rank,
+            "strength": alpha / rank,
+            "modules": count,
+        }
+        yield verdict_finding(
+            "lora_lokr_alpha_unread",
+            evidence,
+            modules=counted(count, "module"),
+            have="has" if count == 1 else "have",
+            alpha=f"{alpha:g}",
+            rank=f"{rank:g}",
+            strength=f"{alpha / rank:.3g}",
         )
 
 

@@ -73,7 +73,7 @@ class LoraInspection:
         metadata: The header.
         hosts: What diffusers and ComfyUI make of it.
         findings: `lora_is_zero` or `lora_alpha_zero` if no module changes anything, `lora_hosts_differ` if hosts differ, `lora_alpha_unread` if
-            the header alone has the alpha.
+            the header alone has the alpha, `lora_lokr_alpha_unread` if it stands where no host reads it.
     """
 
     path: Path

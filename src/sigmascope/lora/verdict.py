@@ -244,6 +244,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The header has alpha {alpha} for rank {rank}, which is strength {strength}, and no tensor repeats it: hosts apply the LoRA at strength 1.",
         "If it is too strong or too weak, load it at strength {strength}. Of the header, diffusers reads this for MiniMax H3 alone, ComfyUI never.",
     ),
+    "lora_lokr_alpha_unread": VerdictRow(
+        "warning",
+        "{modules} of LoKr {have} two whole factors beside alpha {alpha}, and the header asks for rank {rank}: ComfyUI, diffusers and LyCORIS read "
+        "no alpha there, and apply them at strength 1.",
+        "LyCORIS writes the rank there. If the pictures are ruined, the file was trained at alpha / rank, as PEFT does: load it at strength {strength}.",
+    ),
     # By how far a change has come on the model.
     "lora_changes_failed": VerdictRow(
         "error",
