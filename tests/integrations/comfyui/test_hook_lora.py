@@ -35,7 +35,15 @@ class Patcher(ModelPatcher):
     ("strength", "change", "merges", "used", "of", "says"),
     [
         pytest.param(1.0, 0.5, True, 1, 2, "1 of 2 modules used", id="acts"),
-        pytest.param(1.0, 0.0, True, 0, 2, "0 of 2 modules used", id="changes nothing"),
+        pytest.param(
+            1.0,
+            0.0,
+            True,
+            0,
+            2,
+            "0 of 2 modules used; ComfyUI merged it, and no weight became another one",
+            id="changes nothing",
+        ),
         pytest.param(
             1.0, 0.5, False, 0, 2, "in force for no text that was encoded and no step", id="not in force"
         ),

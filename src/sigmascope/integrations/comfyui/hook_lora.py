@@ -34,6 +34,7 @@ _NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
 _NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
 _OFF_BY_SCHEDULE: Final = "its schedule has strength 0 wherever it was in force"
 _CANCELLED: Final = "hooks that were in force together cancel each other"
+_UNCHANGED: Final = "ComfyUI merged it, and no weight became another one: they are stored too coarsely, or another pack merges in its own way"
 _AGAINST_MODEL: Final = "it cancels a LoRA that is on the model itself"
 _NO_WEIGHT: Final = "no conditioning that it is on has any weight: a mask of zeros, strength 0, or cfg 0"
 _OF_OTHER_PARTS: Final = frozenset({"part_missing", "text_encoder_missing"})
@@ -341,8 +342,9 @@ def _judged(looks: Mapping[str, _Look], model: Any, part: str) -> tuple[set[str]
         return acting, _OFF_BY_SCHEDULE
     if all(_strength_of(entry) == 0 for look in looks.values() for entry in look.entries):
         return acting, f"its strength for the {part} is 0"
-    is_cancelled = any(not _is_zero(key, looks[key], model) for key in together)
-    return acting, _CANCELLED if is_cancelled else None
+    if all(_is_zero(key, look, model) for key, look in looks.items()):
+        return acting, None
+    return acting, _CANCELLED if any(not _is_zero(key, looks[key], model) for key in together) else _UNCHANGED
 
 
 def _strength_of(entry: object) -> float | None:
