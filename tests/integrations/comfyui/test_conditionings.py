@@ -267,6 +267,16 @@ def test_a_lora_that_hooks_take_out_of_each_conditioning_does_nothing(
     assert acts or "it cancels a LoRA that is on the model itself" in verdict_of(run, "7")["says"]
 
 
+@pytest.mark.parametrize(("strength", "acts"), [(0.0, False), (0.5, True)])
+def test_a_lora_of_the_denoiser_does_nothing_where_no_conditioning_has_any_weight(
+    watch: Watch, sampling: Host, strength: float, acts: bool
+) -> None:
+    nodes_of_graph = hook_graph(0.0, {"strength": strength}, plain=0.8)
+    verdict = verdict_of(watch().run(nodes_of_graph))
+    assert verdict["effective"] is acts
+    assert acts or "every conditioning has weight 0 in what was sampled with the denoiser" in verdict["says"]
+
+
 LORA, SAME = lora_adapter(), lora_adapter()
 OTHER = lora_adapter(seed=5)
 OFT = type("OFTAdapter", (LoRAAdapter,), {"name": "oft"})(set(), (torch.zeros(2, 4, 4), None, None, None))

@@ -64,6 +64,7 @@ _ITS_ZERO: Final = "its strength is 0"
 _NOT_TAKEN: Final = "no node takes"
 _NOT_RUN: Final = "no node that ran uses"
 _NO_STEP: Final = "no sampler made a step with"
+_NO_WEIGHT: Final = "every conditioning has weight 0 in what was sampled with"
 _OFF: Final = "it has strength 0 on"
 _ENDED: Final = "the prompt ended before a node used"
 _MAY_USE: Final = "a node that puts no model on a device itself may use"
@@ -342,9 +343,12 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             does.append(own)
         samplers = [one for one in does if one.does.startswith("samples")]
         users = samplers if part == "denoiser" else [one for one in does if one.does == "encodes"]
-        uses = [use for one in does for use in one.models if use.model == patches.model]
+        counting = [one for one in does if one.sampled is None or any(one.sampled.states.values())]
+        uses = [use for one in counting for use in one.models if use.model == patches.model]
         if samplers and all(one.does == "samples nothing" for one in samplers):
             found[part] = {"": _NO_STEP}
+        elif samplers and not any(one in counting for one in samplers):
+            found[part] = {"": _NO_WEIGHT}
         elif uses and part == "text encoder" and (how := _text_lost(does, patches, in_use)) is not None:
             found[part] = {"": how}
         elif uses:
