@@ -139,16 +139,22 @@ class Conditionings(Instrument):
         self.wraps.append(Wrap(self.needs[1], self, before=self._begins_step, after=self._ended_step))
         self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
 
-    def _begins_step(self, call: Call) -> None:
+    def _begins_step(self, call: Call) -> _Seen | None:
         """With cfg 0 the positive conditioning is multiplied with 0, unless a function sees it."""
-        prompt, options = self.prompt_here(), call.get("model_options") or {}
-        if prompt is not None and call.get("cond_scale") == 0 and not any(map(options.get, _CFG_FUNCTIONS)):
-            marks = frozenset(one.get("uuid") for one in call.get("cond") or ())
-            prompt.until_the_end(_NAME, _Seen).left_out = marks
+        options = call.get("model_options") or {}
+        if call.get("cond_scale") != 0 or any(map(options.get, _CFG_FUNCTIONS)):
+            return None
+        if (prompt := self.prompt_here()) is None:
+            return None
+        seen = prompt.until_the_end(_NAME, _Seen)
+        seen.left_out = frozenset(one.get("uuid") for one in call.get("cond") or ())
+        return seen
 
-    def _ended_step(self, _call: Call, _known: None, _result: object, _error: BaseException | None) -> None:
-        if (prompt := self.prompt_here()) is not None:
-            prompt.until_the_end(_NAME, _Seen).left_out = frozenset()
+    def _ended_step(
+        self, _call: Call, seen: _Seen | None, _result: object, _error: BaseException | None
+    ) -> None:
+        if seen is not None:
+            seen.left_out = frozenset()
 
     def _weighed(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         prompt = self.prompt_here()
@@ -160,9 +166,8 @@ class Conditionings(Instrument):
             return
         is_plain = "mask" not in given and isinstance(given.get("strength", 1.0), int | float)
         weight: bool | Tensor = not mark[1]
-        if (
-            weight and "default" not in given
-        ):  # a default one gets its weight later, and is left out if it has none
+        # A default one gets its weight later, and is left out if it has none.
+        if weight and "default" not in given:
             weight = given.get("strength", 1.0) != 0 if is_plain else result.mult.any()
         state = state_of(getattr(result, "hooks", None))
         if mark[0] not in seen.texts:
@@ -185,7 +190,8 @@ class Conditionings(Instrument):
         if not maybe or not isinstance(text, Tensor):
             return Origin(own.sure, maybe), True
         tensors = [text, *(one for one in others if one is pooled or self._origin_of(one) is not None)]
-        return Origin(own.sure, maybe), torch.stack([one.any().to(text.device) for one in tensors]).any()
+        is_apart = len({one.device for one in tensors}) > 1  # they cannot be asked together without a wait
+        return Origin(own.sure, maybe), is_apart or torch.stack([one.any() for one in tensors]).any()
 
     def _origin_of(self, tensor: Tensor) -> Origin | None:
         kept, origin = self._origins.get(id(tensor), (None, None))
