@@ -340,6 +340,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA {adapters} changes nothing beside the adapters that are merged into {weights}: PEFT runs only those.",
         "Merge it too: fuse_lora with adapter_names of both, in one call after set_adapters. Or unmerge the others: unfuse_lora.",
     ),
+    "lora_strength_squared": VerdictRow(
+        "warning",
+        "{weights} with OFT: ComfyUI multiplies with the strength twice, so that {strength} acts as {squared}.",
+        "{how}",
+    ),
     "lora_bypassed": VerdictRow(
         "warning",
         "The LoRA changes nothing: attentions run their joined projections in place of {weights}, without it.",

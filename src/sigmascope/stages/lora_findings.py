@@ -15,7 +15,7 @@ from sigmascope.lora.effect import WEIGHT_NOT_FINITE
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.lora.linalg import as_float64, root_sum_square
-from sigmascope.lora.patches import sort_patches
+from sigmascope.lora.patches import is_by_peft, sort_patches
 from sigmascope.lora.verdict import VERDICTS, is_opposed, is_without_values, opposed_finding, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
@@ -133,6 +133,7 @@ def application_findings(
         findings += off_in_base([*now, *_gone(models, before, now)])
     if "lora_others_merged" not in known:
         findings += beside_merged(now)
+    findings += squared_strengths(now)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     return [replace(finding, stage=STAGE) for finding in findings]
 
@@ -276,6 +277,29 @@ def beside_merged(patches: Iterable[AppliedPatch]) -> list[Finding]:
             adapters=" and ".join(dict.fromkeys(patch.source or "its adapter" for patch in waiting)),
             weights=counted(len({patch.key for patch in waiting}), "weight"),
         )
+    ]
+
+
+def squared_strengths(patches: Iterable[AppliedPatch]) -> list[Finding]:
+    """That ComfyUI multiplies a rotation (OFT) with its strength twice, also where that is below 0."""
+    by_strength: dict[float, list[AppliedPatch]] = {}
+    for patch in patches:
+        is_in_weight = patch.state != "failed" and not (patch.source or "").startswith("bypass")
+        if patch.adapter_type == "oft" and is_in_weight and not is_by_peft(patch):
+            by_strength.setdefault(1.0 if patch.strength is None else patch.strength, []).append(patch)
+    return [
+        verdict_finding(
+            "lora_strength_squared",
+            {"patched_keys": len(held), "strength": strength, "acts_as": strength**2, "example": held[0].key},
+            weights=counted(len({patch.key for patch in held}), "weight"),
+            strength=f"{strength:.3g}",
+            squared=f"{strength**2:.3g}",
+            how=f"For {strength:.3g}, load it at {sqrt(strength):.3g}."
+            if strength > 0
+            else "It cannot be turned back by a strength below 0.",
+        )
+        for strength, held in by_strength.items()
+        if strength not in (0.0, 1.0)
     ]
 
 
