@@ -67,7 +67,8 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         return ([[text * 0, {name: one * 0 for name, one in more.items()}] for text, more in c],)
 
     def average(conditioning_to: Any, conditioning_from: Any, conditioning_to_strength: float) -> Any:
-        first, second = conditioning_to[0][0], conditioning_from[0][0]
+        first = conditioning_to[0][0]
+        second = conditioning_from[0][0][:, : first.shape[1]]
         share = conditioning_to_strength
         return ([[first * share + second * (1 - share), {}]],)
 
@@ -188,6 +189,20 @@ OTHERS = {"conditioning_to": ["5", 0], "conditioning_from": C}
             {"7": node("ConditioningAverage", **OTHERS, conditioning_to_strength=1.0)}, "7", {}, False,
             id="averaged with weight 0",
         ),
+        pytest.param(
+            {
+                "7": node("ConditioningConcat", conditioning_to=["5", 0], conditioning_from=C),
+                "8": node("ConditioningAverage", conditioning_to=["5", 0], conditioning_from=["7", 0], conditioning_to_strength=0.0),
+            },
+            "8", {}, None, id="averaged with a longer one, of which a part is taken",
+        ),
+        pytest.param(
+            {
+                "7": node("Combine", a=["5", 0], b=C),
+                "8": node("ConditioningConcat", conditioning_to=["5", 0], conditioning_from=["7", 0]),
+            },
+            "8", {}, None, id="concatenated with two, of which the first is taken",
+        ),
         pytest.param({"7": node("Pass", x=C)}, "5", {}, False, id="to no sampler"),
         pytest.param({}, "4", {"cfg": 0.0}, False, id="positive at cfg 0"),
         pytest.param({"7": node("Set", c=C, strength=0.0, area=(8, 8, 0, 0))}, "7", {}, None, id="strength 0 on an area"),
@@ -267,11 +282,13 @@ def test_a_lora_that_hooks_take_out_of_each_conditioning_does_nothing(
     assert acts or "it cancels a LoRA that is on the model itself" in verdict_of(run, "7")["says"]
 
 
-@pytest.mark.parametrize(("strength", "acts"), [(0.0, False), (0.5, True)])
+@pytest.mark.parametrize(
+    ("on", "acts"), [({"strength": 0.0}, False), ({"is_over": True}, False), ({"strength": 0.5}, True)]
+)
 def test_a_lora_of_the_denoiser_does_nothing_where_no_conditioning_has_any_weight(
-    watch: Watch, sampling: Host, strength: float, acts: bool
+    watch: Watch, sampling: Host, on: dict[str, Any], acts: bool
 ) -> None:
-    nodes_of_graph = hook_graph(0.0, {"strength": strength}, plain=0.8)
+    nodes_of_graph = hook_graph(0.0, on, plain=0.8)
     verdict = verdict_of(watch().run(nodes_of_graph))
     assert verdict["effective"] is acts
     assert acts or "every conditioning has weight 0 in what was sampled with the denoiser" in verdict["says"]

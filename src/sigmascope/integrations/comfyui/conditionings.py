@@ -37,13 +37,20 @@ State = frozenset[tuple[object, float]]
 
 
 def _takes(class_type: str, given: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Whether what ComfyUI's own node makes of conditionings holds each of these inputs; None: it is another node."""
+    """Whether what ComfyUI's own node makes of conditionings holds each of these inputs; None: that is not known.
+
+    Of several conditionings in an input these nodes take the first, or each by itself; of a longer one they may take a part.
+    """
+    pairs = [[*_pairs([value])] for value in given.values()]
+    shapes = {text.shape for held in pairs for text, _ in held}
+    if any(len(held) > 1 for held in pairs):
+        return None
     if class_type == "ConditioningConcat":
         return {"conditioning_to": True, "conditioning_from": True}
     if class_type == "ConditioningMultiply" and (factor := number(given.get("multiplier"))) is not None:
         return {"conditioning": factor != 0}
     share = number(given.get("conditioning_to_strength"))
-    if class_type == "ConditioningAverage" and share is not None:
+    if class_type == "ConditioningAverage" and share is not None and len(shapes) == 1:
         return {"conditioning_to": share != 0, "conditioning_from": share != 1}
     return None
 
@@ -158,11 +165,14 @@ class Conditionings(Instrument):
 
     def _weighed(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         prompt = self.prompt_here()
-        if prompt is None or error is not None or result is None:  # None: it is not for this step
+        if prompt is None or error is not None:
             return
         given, seen = call.get("conds"), prompt.until_the_end(_NAME, _Seen)
         mark = given.get("uuid"), given.get("uuid") in seen.left_out
         if mark in seen.known or (node := self.node_here()) is None:
+            return
+        counted_here = seen.counted.setdefault(node.id, [])
+        if result is None:  # it is not for this step
             return
         is_plain = "mask" not in given and isinstance(given.get("strength", 1.0), int | float)
         weight: bool | Tensor = not mark[1]
@@ -172,8 +182,7 @@ class Conditionings(Instrument):
         state = state_of(getattr(result, "hooks", None))
         if mark[0] not in seen.texts:
             seen.texts[mark[0]] = self._text_of(given)
-        counted = _Counted(state, *seen.texts[mark[0]], weight, "area" in given)
-        seen.counted.setdefault(node.id, []).append(counted)
+        counted_here.append(_Counted(state, *seen.texts[mark[0]], weight, "area" in given))
         if not state and is_plain:
             seen.known.add(mark)
 
