@@ -86,6 +86,9 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
             [{**more, "cross_attn": text, "uuid": next(marks)} for text, more in one]
             for one in (positive, negative)
         ]
+        conds[0] += [
+            dict(one) for one in conds[1] if "area" in one
+        ]  # as ComfyUI copies them for the other side
         groups = {id(one["hooks"]): one["hooks"] for side in conds for one in side if "hooks" in one}
         model.hook_patches = {
             hook.hook_ref: {Q: [hook.entry]} for group in groups.values() for hook in group.hooks
@@ -292,6 +295,13 @@ def test_a_lora_of_the_denoiser_does_nothing_where_no_conditioning_has_any_weigh
     verdict = verdict_of(watch().run(nodes_of_graph))
     assert verdict["effective"] is acts
     assert acts or "every conditioning has weight 0 in what was sampled with the denoiser" in verdict["says"]
+
+
+def test_a_conditioning_of_which_cfg_leaves_out_a_copy_has_its_weight(watch: Watch, sampling: Host) -> None:
+    """ComfyUI gives the positive side a copy of a negative one that has an area, with the same mark."""
+    nodes_of_graph = hook_graph(0.0, {"area": (8, 8, 0, 0)}, plain=0.8, cfg=0.0)
+    nodes_of_graph["9"]["inputs"]["positive"] = ["5", 0]
+    assert verdict_of(watch().run(nodes_of_graph))["effective"] is True
 
 
 LORA, SAME = lora_adapter(), lora_adapter()

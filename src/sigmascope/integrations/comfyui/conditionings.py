@@ -113,7 +113,7 @@ class _Seen:
         counted: By node, the conditionings that it sampled with.
         known: Those of which nothing new is to be found out: by ComfyUI's mark, and whether cfg leaves them out.
         texts: By ComfyUI's mark, of what texts a conditioning is made, and whether its tensors hold anything.
-        left_out: ComfyUI's marks of those that cfg leaves out of this step.
+        left_out: The identities of those that cfg leaves out of this step; a copy for the other side has the same mark.
         signatures: Of nodes.
         makers: By node of the posted graph, the signature of one that made a conditioning.
         sampled: See `sampled_in`; None: it was not asked for yet.
@@ -122,7 +122,7 @@ class _Seen:
     counted: dict[str, list[_Counted]] = field(default_factory=dict)
     known: set[tuple[object, bool]] = field(default_factory=set)
     texts: dict[object, tuple[Origin, bool | Tensor]] = field(default_factory=dict)
-    left_out: frozenset[object] = frozenset()
+    left_out: frozenset[int] = frozenset()
     signatures: dict[str, str] = field(default_factory=dict)
     makers: dict[str, str] = field(default_factory=dict)
     sampled: dict[str, Sampled] | None = None
@@ -154,7 +154,7 @@ class Conditionings(Instrument):
         if (prompt := self.prompt_here()) is None:
             return None
         seen = prompt.until_the_end(_NAME, _Seen)
-        seen.left_out = frozenset(one.get("uuid") for one in call.get("cond") or ())
+        seen.left_out = frozenset(map(id, call.get("cond") or ()))
         return seen
 
     def _ended_step(
@@ -168,7 +168,7 @@ class Conditionings(Instrument):
         if prompt is None or error is not None:
             return
         given, seen = call.get("conds"), prompt.until_the_end(_NAME, _Seen)
-        mark = given.get("uuid"), given.get("uuid") in seen.left_out
+        mark = given.get("uuid"), id(given) in seen.left_out
         if mark in seen.known or (node := self.node_here()) is None:
             return
         counted_here = seen.counted.setdefault(node.id, [])
@@ -275,14 +275,16 @@ def _sampled(prompt: PromptRecording, seen: _Seen) -> dict[str, Sampled]:
     for node_id, counted in seen.counted.items():
         states: dict[State, bool] = {}
         sure, maybe = set[str](), set[str]()
+        if any(
+            one.has_area for one in counted
+        ):  # ComfyUI makes copies of these for the other side, with its texts
+            maybe.add(_UNKNOWN)
         for one in counted:
             has_weight = bool(one.weight)
             states[one.state] = states.get(one.state, False) or has_weight
             if has_weight and bool(one.holds):
                 sure |= one.origin.sure
                 maybe |= one.origin.maybe
-            elif one.has_area:  # ComfyUI takes it for others of the same area, too
-                maybe |= one.origin.sure | one.origin.maybe
         posted = prompt.posted(prompt.nodes.get(node_id))
         now = Sampled(states, Origin(frozenset(sure), frozenset(maybe)))
         found[posted] = now.beside(found.get(posted))
