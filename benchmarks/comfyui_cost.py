@@ -13,7 +13,9 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 from tests.integrations.comfyui.host import Graph, Host, Node, latent
@@ -21,6 +23,7 @@ from tests.integrations.comfyui.host import Graph, Host, Node, latent
 from sigmascope.integrations.comfyui.session import Session
 
 Make = Callable[[int, str], Graph]
+TEXT, LATENT = torch.randn(1, 77, 8), torch.randn(1, 4, 8, 8)
 
 
 def a_host() -> Host:
@@ -32,11 +35,20 @@ def a_host() -> Host:
         host.step_through(steps)
         return (latent_image,)
 
+    def sample_with_two(latent_image: Any, steps: int, **_: Any) -> Any:
+        positive, negative = ([{"uuid": uuid4(), "strength": 1.0, "cross_attn": TEXT}] for _ in range(2))
+        bar, samplers = host.module("comfy.utils").ProgressBar(steps), host.module("comfy.samplers")
+        for step in range(steps):
+            samplers.sampling_function(None, LATENT, None, negative, positive, 5.0)
+            bar.update_absolute(step + 1, steps)
+        return (latent_image,)
+
     host.nodes = {
         "Text": Node(("STRING",), lambda x: (x,)),
         "Empty": Node(("LATENT",), lambda x: (latent(),)),
         "Latent": Node(("LATENT",), lambda x: (x,)),
         "Sampler": Node(("LATENT",), sample),
+        "Sampler of two": Node(("LATENT",), sample_with_two),
     }
     return host
 
@@ -60,10 +72,10 @@ def latents(count: int, seed: str) -> Graph:
     }
 
 
-def steps(count: int, seed: str) -> Graph:
+def steps(count: int, seed: str, sampler: str = "Sampler") -> Graph:
     """One sampler."""
     inputs = {"latent_image": seed, "steps": count, "sampler_name": "euler"}
-    return {"0": {"class_type": "Sampler", "inputs": inputs}}
+    return {"0": {"class_type": sampler, "inputs": inputs}}
 
 
 def microseconds(host: Host, make: Make, count: int, repeats: int) -> tuple[float, float]:
@@ -96,6 +108,7 @@ def main() -> None:
         "a node": texts,
         "a node, with the look for NaN": latents,
         "a sampling step": steps,
+        "a step with two conditionings": partial(steps, sampler="Sampler of two"),
     }
     bare = {name: microseconds(host, make, options.count, options.repeats)[0] for name, make in ways.items()}
     session.start()

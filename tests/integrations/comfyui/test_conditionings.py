@@ -350,3 +350,40 @@ def test_models_merged_with_each_other_cancel_what_sums_to_0(patches: list[Any],
 
     walk(patches)
     assert _cancelled_in(patcher).keys() == {id(leaves[number]) for number in cancelled}
+
+
+def test_what_a_conditioning_weighs_is_looked_at_once(
+    watch: Watch, sampling: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has ten microseconds for the watch."""
+    watched = watch()
+    instrument = next(one for one in watched.session.instruments if one.name == "conditionings")
+    heard: list[object] = []
+    wrap = instrument.wraps[0]
+    weighed = wrap._after
+
+    def hear(call: Any, *more: Any) -> None:
+        heard.append(call.get("conds")["uuid"])
+        weighed(call, *more)  # type: ignore[misc]
+
+    monkeypatch.setattr(wrap, "_after", hear)
+    more = {"7": node("Mask", c=C, weight=0.0)}
+    graph = text_graph(more, "7")
+    graph["9"]["inputs"]["steps"] = 10
+    assert verdict_of(watched.run(graph))["effective"] is False
+    assert len(heard) == len({*heard}) == 2  # each side once
+
+
+def test_what_fails_where_it_is_asked_whether_to_listen_stops_the_instrument_alone(
+    watch: Watch, sampling: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch()
+    instrument = next(one for one in watched.session.instruments if one.name == "conditionings")
+
+    def fail(_call: object) -> bool:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(instrument.wraps[0], "_wants", fail)
+    run = watched.run(text_graph({}, "4"))
+    assert run.facts["comfyui"]["success"] is True
+    assert "planted" in str(watched.off()["conditionings"])

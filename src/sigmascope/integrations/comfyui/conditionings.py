@@ -111,21 +111,26 @@ class _Seen:
 
     Attributes:
         counted: By node, the conditionings that it sampled with.
-        known: Those of which nothing new is to be found out: by ComfyUI's mark, and whether cfg leaves them out.
+        known: Those of which nothing new is to be found out: by ComfyUI's mark, whether cfg leaves them out, and their hooks.
         texts: By ComfyUI's mark, of what texts a conditioning is made, and whether its tensors hold anything.
-        left_out: The identities of those that cfg leaves out of this step; a copy for the other side has the same mark.
         signatures: Of nodes.
         makers: By node of the posted graph, the signature of one that made a conditioning.
         sampled: See `sampled_in`; None: it was not asked for yet.
     """
 
     counted: dict[str, list[_Counted]] = field(default_factory=dict)
-    known: set[tuple[object, bool]] = field(default_factory=set)
+    known: set[tuple[object, bool, State]] = field(default_factory=set)
     texts: dict[object, tuple[Origin, bool | Tensor]] = field(default_factory=dict)
-    left_out: frozenset[int] = frozenset()
     signatures: dict[str, str] = field(default_factory=dict)
     makers: dict[str, str] = field(default_factory=dict)
     sampled: dict[str, Sampled] | None = None
+
+
+def _leaves_positive_out(call: Call) -> bool:
+    """With cfg 0 the positive conditioning is multiplied with 0, unless a function sees it."""
+    if call.get("cond_scale") != 0:
+        return False
+    return not any(map((call.get("model_options") or {}).get, _CFG_FUNCTIONS))
 
 
 class Conditionings(Instrument):
@@ -142,49 +147,59 @@ class Conditionings(Instrument):
     def put_on(self) -> None:
         """See `Instrument`."""
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
-        self.wraps.append(Wrap(self.needs[0], self, after=self._weighed))
-        self.wraps.append(Wrap(self.needs[1], self, before=self._begins_step, after=self._ended_step))
+        self._known: set[object] = set()
+        self._left_out: frozenset[int] = frozenset()
+        self.wraps.append(Wrap(self.needs[0], self, wants=self._may_be_new, after=self._weighed))
+        self.wraps.append(
+            Wrap(
+                self.needs[1],
+                self,
+                wants=_leaves_positive_out,
+                before=self._begins_step,
+                after=self._ended_step,
+            )
+        )
         self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
 
-    def _begins_step(self, call: Call) -> _Seen | None:
-        """With cfg 0 the positive conditioning is multiplied with 0, unless a function sees it."""
-        options = call.get("model_options") or {}
-        if call.get("cond_scale") != 0 or any(map(options.get, _CFG_FUNCTIONS)):
-            return None
-        if (prompt := self.prompt_here()) is None:
-            return None
-        seen = prompt.until_the_end(_NAME, _Seen)
-        seen.left_out = frozenset(map(id, call.get("cond") or ()))
-        return seen
+    def _begins_step(self, call: Call) -> None:
+        """Of the positive conditioning, which is multiplied with 0, a copy for the other side has the same mark."""
+        self._left_out = frozenset(map(id, call.get("cond") or ()))
 
-    def _ended_step(
-        self, _call: Call, seen: _Seen | None, _result: object, _error: BaseException | None
-    ) -> None:
-        if seen is not None:
-            seen.left_out = frozenset()
+    def _ended_step(self, _call: Call, _known: None, _result: object, _error: BaseException | None) -> None:
+        self._left_out = frozenset()
+
+    def _may_be_new(self, call: Call) -> bool:
+        return bool(self._left_out) or call.get("conds").get("uuid") not in self._known
+
+    def _begin_prompt(self) -> _Seen:
+        self._known.clear()
+        return _Seen()
 
     def _weighed(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
         prompt = self.prompt_here()
-        if prompt is None or error is not None:
+        if prompt is None or error is not None or (node := self.node_here()) is None:
             return
-        given, seen = call.get("conds"), prompt.until_the_end(_NAME, _Seen)
-        mark = given.get("uuid"), id(given) in seen.left_out
-        if mark in seen.known or (node := self.node_here()) is None:
-            return
+        given, seen = call.get("conds"), prompt.until_the_end(_NAME, self._begin_prompt)
         counted_here = seen.counted.setdefault(node.id, [])
         if result is None:  # it is not for this step
             return
+        state, is_left_out = state_of(getattr(result, "hooks", None)), id(given) in self._left_out
+        mark = given.get("uuid"), is_left_out, state
+        if mark in seen.known:
+            return
         is_plain = "mask" not in given and isinstance(given.get("strength", 1.0), int | float)
-        weight: bool | Tensor = not mark[1]
+        weight: bool | Tensor = not is_left_out
         # A default one gets its weight later, and is left out if it has none.
         if weight and "default" not in given:
             weight = given.get("strength", 1.0) != 0 if is_plain else result.mult.any()
-        state = state_of(getattr(result, "hooks", None))
-        if mark[0] not in seen.texts:
-            seen.texts[mark[0]] = self._text_of(given)
-        counted_here.append(_Counted(state, *seen.texts[mark[0]], weight, "area" in given))
-        if not state and is_plain:
-            seen.known.add(mark)
+        text = seen.texts.get(mark[0]) or self._text_of(given)
+        counted_here.append(_Counted(state, *text, weight, "area" in given))
+        if mark[0] is None:  # it is told from no other
+            return
+        seen.known.add(mark)
+        seen.texts[mark[0]] = text
+        if not state and not is_left_out:
+            self._known.add(mark[0])
 
     def _text_of(self, given: Mapping[str, Any]) -> tuple[Origin, bool | Tensor]:
         """Of what texts a conditioning is made, and whether its tensors hold anything but zeros."""
@@ -223,7 +238,7 @@ class Conditionings(Instrument):
                 for pair in _pairs(values)]  # fmt: skip
         if node is None or not posted or all(self._origin_of(text) is not None for text, _ in made):
             return
-        seen = prompt.until_the_end(_NAME, _Seen)
+        seen = prompt.until_the_end(_NAME, self._begin_prompt)
         own = seen.makers[posted] = signature_of(prompt.graph, posted, seen.signatures)
         origin = self._made_of(node.class_type, inputs, own)
         for text, more in made:

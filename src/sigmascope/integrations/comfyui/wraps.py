@@ -45,6 +45,8 @@ class Call(NamedTuple):
         return self.arguments[at] if at is not None and at < len(self.arguments) else None
 
 
+Wants = Callable[[Call], bool]
+"""Asked before anything else: a call that is not wanted is not heard, and costs next to nothing."""
 Before = Callable[[Call], Any]
 """Called first. What it returns is handed to `After`."""
 After = Callable[[Call, Any, Any, BaseException | None], None]
@@ -57,14 +59,21 @@ class Wrap:
     Args:
         need: The function, which is there.
         part: The instrument that wants it.
+        wants: Which calls it hears; all by default.
         before: Called before each call, on the host's thread.
         after: Called after it.
     """
 
     def __init__(
-        self, need: Need, part: Part, *, before: Before | None = None, after: After | None = None
+        self,
+        need: Need,
+        part: Part,
+        *,
+        wants: Wants | None = None,
+        before: Before | None = None,
+        after: After | None = None,
     ) -> None:
-        self.name, self.part = need.own_name, part
+        self.name, self.part, self._wants = need.own_name, part, wants
         self._before, self._after = before, after
         owner = need.owner()
         self._wrapper = _outermost(owner, self.name) or _Wrapper(owner, need)
@@ -122,19 +131,26 @@ class _Wrapper:
         call = Call(arguments, named, self._places)
         begun: list[tuple[Wrap, Any]] = []
         for wrap in reversed(wraps):
-            part, before, known = wrap.part, wrap._before, None
+            part, wants, before, known = wrap.part, wrap._wants, wrap._before, None
             if not part.works:
                 continue
+            if wants is not None:
+                try:
+                    if not wants(call):
+                        continue
+                except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host
+                    part.failed(failure)
+                    continue
             if before is not None:
                 began = perf_counter_ns()
                 try:
                     known = before(call)
-                except Exception as failure:  # noqa: BLE001 - whatever ours raises must not reach the host
+                except Exception as failure:  # noqa: BLE001 - as above
                     part.failed(failure)
                     continue
                 part.took(perf_counter_ns() - began)
             begun.append((wrap, known))
-        return call, begun
+        return (call, begun) if begun else None
 
     def _end(self, begun: _Begun | None, result: Any, error: BaseException | None) -> None:
         if begun is None:
