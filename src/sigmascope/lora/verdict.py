@@ -276,6 +276,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing in this call: {argument} is 0, for {weights}.",
         "Call with another scale, or without. Set strengths anew first: after a scale of 0 diffusers leaves them at 1.",
     ),
+    "lora_control_is_zero": VerdictRow(
+        "warning",
+        "The LoRA changes nothing in this call: it is on {component}, whose last layers are all zero, so that it adds nothing to the "
+        "picture ({weights}).",
+        "Load a trained ControlNet. The last layers of a new one (zero convolutions) are zero until it is trained.",
+    ),
     "lora_not_in_embeddings": VerdictRow(
         "warning",
         "The LoRA changes nothing in this call: it is on {component}, which did not run, and the embeddings that the call "

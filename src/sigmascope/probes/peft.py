@@ -113,9 +113,21 @@ def _rewriting_adapters(model: object) -> Iterator[tuple[str, Callable[[nn.Modul
                     yield str(adapter), tells
 
 
+def configs_of(model: nn.Module) -> Mapping[str, object]:
+    """What PEFT and diffusers keep of a model's adapters, by their names; of one that only holds models, of all these."""
+    own = getattr(model, "peft_config", None)
+    if own:
+        return {**own}
+    held = (
+        children_of(child).values() for child in children_of(model).values() if type(child) is nn.ModuleList
+    )
+    inner = (vars(member).get("peft_config") for members in held for member in members)
+    return {name: config for configs in inner if configs for name, config in configs.items()}
+
+
 def rewrites_model(model: nn.Module, adapter: str) -> bool:
     """Whether an adapter of a model changes the model itself: `AppliedPatch.in_base` says of a layer how."""
-    return _in_base((attribute(model, "peft_config") or {}).get(adapter)) is not None
+    return _in_base(configs_of(model).get(adapter)) is not None
 
 
 def _in_base(config: object) -> Callable[[nn.Module], str | None] | None:

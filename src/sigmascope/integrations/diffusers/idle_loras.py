@@ -17,6 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from torch import Tensor, nn
 
 from sigmascope.integrations.diffusers.arguments import given_embeddings, lora_scales
+from sigmascope.integrations.diffusers.control_nets import (
+    CONTROL,
+    begin_mute_nets,
+    net_of,
+    without_last_layers,
+)
 from sigmascope.integrations.diffusers.recipe import (
     Content,
     attached_layers,
@@ -275,7 +281,10 @@ def begin_idle_lora_findings(
         return Pending(lambda: [_not_seen(detour)])
     scaled = {name: argument for name, (argument, scale) in scales.items() if scale == 0}
     beside = [*_off_in_base(pipeline, loras), *_beside_merged(pipeline, loras)]
-    if running and not scaled and not _is_to_be_looked_at(running):
+    controls = {name for name in map(component_of, running) if name.startswith(CONTROL)}
+    mute = begin_mute_nets(models_in(pipeline), controls)
+    may_be_mute = not mute.has_arrived() or bool(mute.result())
+    if running and not scaled and not may_be_mute and not _is_to_be_looked_at(running):
         return Pending(lambda: beside)
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
     from sigmascope.stages.lora_findings import IN_BASE, MERGED_AT_ZERO, IdleChange, idle_findings
@@ -299,7 +308,7 @@ def begin_idle_lora_findings(
     switched_off += [IdleChange(key, "lora_strength_zero") for _, key, is_on in attached if not is_on]
     on = {key: lora for lora, key, is_on in attached if is_on}
     is_attached = any(component_of(key) not in silent and lora not in parts for key, lora in on.items())
-    runs = _begin_idle_at_work(at_work, scaled, is_attached=is_attached) if running else None
+    runs = _begin_idle_at_work(at_work, scaled, mute, is_attached=is_attached) if running else None
     waits = _begin_idle_left_out(left_out, parts, patches, on, seen) if left_out else None
     spoilt = None if running else _begin_spoilt_at_zero(at_work)
 
@@ -396,7 +405,7 @@ def _lora_of(patch: "AppliedPatch") -> str:
 def scales_of_call(pipeline: object, seen: SeenInCall) -> dict[str, tuple[str, float]]:
     """By component, what a call multiplies the LoRAs on it by, or what comes of it: the argument and its value.
 
-    Not every model and encoding heeds the scale that it is given: it is asked of their code. ControlNets do not.
+    Of several ControlNets in one component each that is scaled to 0 has its own name. Not every model and encoding heeds the scale that it is given: it is asked of their code. ControlNets do not.
     """
     parts = models_in(pipeline)
     found: dict[str, tuple[str, float]] = {}
@@ -410,9 +419,11 @@ def scales_of_call(pipeline: object, seen: SeenInCall) -> dict[str, tuple[str, f
     weight = seen.arguments.get(_OF_CONTROL)
     weights = weight if isinstance(weight, list | tuple) else [weight]
     if type(pipeline).__module__.startswith("diffusers.") and all(one == 0 for one in weights):
-        controls = [name for name in parts if name.startswith("controlnet")]
+        controls = [name for name in parts if name.startswith(CONTROL)]
         found |= dict.fromkeys(controls, (_OF_CONTROL, 0.0))
-    off = [name for name, scale in seen.control_scales.items() if scale == 0 and name not in found]
+    off = [
+        name for name, scale in seen.control_scales.items() if scale == 0 and component_of(name) not in found
+    ]
     return found | dict.fromkeys(off, (_OF_STEPS, 0.0))
 
 
@@ -474,34 +485,84 @@ def _not_seen(why: str) -> dict[str, Any]:
 
 
 def _begin_idle_at_work(
-    patches: "Sequence[AppliedPatch]", scaled: Mapping[str, str], *, is_attached: bool
+    patches: "Sequence[AppliedPatch]",
+    scaled: Mapping[str, str],
+    mute: Pending[frozenset[str]],
+    *,
+    is_attached: bool,
 ) -> "Pending[list[IdleChange]]":
     """Why changes of components that ran do nothing; nothing if one may act.
 
     Args:
         patches: Those of PEFT on these components.
-        scaled: By component, the argument that scales its LoRAs, or what comes of it, to 0.
+        scaled: By component or ControlNet, the argument that scales its LoRAs, or what comes of it, to 0.
+        mute: The ControlNets that give zeros, with any LoRA that is not on their last layers.
         is_attached: Whether one of `attach_lora` is active there: it is neither looked at nor scaled by an argument.
     """
-    from sigmascope.stages.lora_findings import IN_BASE, IdleChange, begin_all_idle, begin_spoilt
+    from sigmascope.stages.lora_findings import begin_all_idle, begin_spoilt
     from sigmascope.stages.model_snapshot import ModelPatches
 
     if is_attached:
         return Pending(list)
     acting = [patch for patch in patches if patch.state in _AT_WORK]
-    if acting and all(_is_scaled(patch, scaled) for patch in acting):
-        to_zero = [
-            IdleChange(patch.key, IN_BASE, patch.in_base)
-            if patch.in_base is not None and scaled[component_of(patch.key)] not in _OUTPUTS
-            else IdleChange(patch.key, "lora_scaled_to_zero", scaled[component_of(patch.key)])
-            for patch in acting
+    to_zero = {id(patch): _scaled_to_zero(patch, scaled) for patch in acting if _is_scaled(patch, scaled)}
+    left = [patch for patch in acting if id(patch) not in to_zero]
+    by_net: dict[str, list[AppliedPatch]] = {}
+    for patch in left if not mute.has_arrived() or mute.result() else ():
+        if patch.key.startswith(CONTROL):
+            by_net.setdefault(_net_in(patch.key), []).append(patch)
+    of_nets = {net: begin_all_idle(ModelPatches(tuple(own))) for net, own in by_net.items()}
+    on_nets = {id(patch) for own in by_net.values() for patch in own}
+    others = [patch for patch in patches if id(patch) not in to_zero.keys() | on_nets]
+    has_others = any(patch.state in _AT_WORK for patch in others)
+    if not to_zero and not by_net:
+        return begin_all_idle(ModelPatches(tuple(patches)))
+    of_others = begin_all_idle(ModelPatches(tuple(others))) if has_others else Pending(list)
+    is_spoilt = begin_spoilt(acting)
+
+    def tell() -> "list[IdleChange]":
+        are_mute = without_last_layers(left, mute.result())
+        parts = [
+            [_of_mute(patch, net) for patch in own] if net in are_mute else of_nets[net].result()
+            for net, own in by_net.items()
         ]
-        return begin_spoilt(acting).then(lambda is_spoilt: [] if is_spoilt else to_zero)
-    return begin_all_idle(ModelPatches(tuple(patches)))
+        parts += [of_others.result()] if has_others else []
+        if is_spoilt.result() or not all(parts):
+            return []
+        return [*to_zero.values(), *(change for part in parts for change in part)]
+
+    return Pending(tell, [is_spoilt, mute, of_others, *of_nets.values()])
+
+
+def _net_in(key: str) -> str:
+    """The ControlNet of a weight: "controlnet", or "controlnet.nets.0" of several in one component."""
+    names = key.split(".")
+    return ".".join(names[: 3 if names[1] == "nets" else 1])
+
+
+def _of_mute(patch: "AppliedPatch", net: str) -> "IdleChange":
+    from sigmascope.stages.lora_findings import IdleChange
+
+    return IdleChange(patch.key, "lora_control_is_zero", net, source=patch.source)
+
+
+def _scaled_to_zero(patch: "AppliedPatch", scaled: Mapping[str, str]) -> "IdleChange":
+    from sigmascope.stages.lora_findings import IN_BASE, IdleChange
+
+    argument = scaled[_scaled_part(patch, scaled)]
+    if patch.in_base is not None and argument not in _OUTPUTS:
+        return IdleChange(patch.key, IN_BASE, patch.in_base)
+    return IdleChange(patch.key, "lora_scaled_to_zero", argument)
+
+
+def _scaled_part(patch: "AppliedPatch", scaled: Mapping[str, str]) -> str:
+    """What of the scaled components and ControlNets a change is on; "" if on none."""
+    component = component_of(patch.key)
+    return component if component in scaled else net_of(patch.key, scaled) or ""
 
 
 def _is_scaled(patch: "AppliedPatch", scaled: Mapping[str, str]) -> bool:
-    argument = scaled.get(component_of(patch.key))
+    argument = scaled.get(_scaled_part(patch, scaled))
     return argument in _OUTPUTS or (
         argument is not None and patch.state == "lazy" and patch.adapter_type in _SCALED
     )

@@ -28,6 +28,7 @@ from sigmascope.integrations.diffusers.arguments import (
     shape_and_dtype,
     states_of,
 )
+from sigmascope.integrations.diffusers.control_nets import scales_by_net
 from sigmascope.integrations.diffusers.denoising import Denoising, timestep_in
 from sigmascope.integrations.diffusers.idle_loras import (
     SeenInCall,
@@ -408,19 +409,12 @@ class DenoiserObserver(Observer):
         denoising.called(name, timestep_in(args, kwargs))
         return None if has_scheduler else lambda _result, _error: denoising.returned()
 
-    def _before_helper(self, name: str, _: object, args: Arguments, kwargs: Keywords) -> None:
+    def _before_helper(self, name: str, part: object, args: Arguments, kwargs: Keywords) -> None:
         stack = current_stack(self.session) or self.session.stack_here()
         if stack is not None:
             start_denoising(stack).prepared()
-            known = stack.control_scales.get(name, 0.0)
-            stack.control_scales[name] = max(known, _largest(kwargs.get(_CONTROL_SCALE, 1.0)))
-
-
-def _largest(scales: object) -> float:
-    """The size of the largest of a ControlNet's scales; 1 where they are no numbers."""
-    each = scales if isinstance(scales, list | tuple) else [scales]
-    sizes = [abs(scale) if isinstance(scale, int | float) else 1.0 for scale in each]
-    return max(sizes, default=1.0)
+            for net, scale in scales_by_net(name, part, kwargs.get(_CONTROL_SCALE, 1.0)).items():
+                stack.control_scales[net] = max(stack.control_scales.get(net, 0.0), scale)
 
 
 def denoisers_of(parts: WatchedParts) -> Iterator[tuple[str, nn.Module]]:

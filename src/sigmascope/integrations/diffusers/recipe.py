@@ -27,7 +27,14 @@ from sigmascope.probes.model_fingerprints import (
 )
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.module_tree import ModuleTree, once_a_look, tree_of
-from sigmascope.probes.peft import adapter_states, adapters_of, bypassed_layers, held_by, number_for
+from sigmascope.probes.peft import (
+    adapter_states,
+    adapters_of,
+    bypassed_layers,
+    configs_of,
+    held_by,
+    number_for,
+)
 from sigmascope.probes.reading import Reading, attempt
 
 _ATTACHING: Final = "sigmascope.lora.apply"
@@ -123,10 +130,7 @@ def _sha256_of(path: str, _size: int, _changed_at: int) -> str:
 
 def adapters_in(target: object) -> dict[str, frozenset[str]]:
     """The names of the adapters that PEFT has on each model of a pipeline, or on a model alone."""
-    return {
-        name: frozenset(map(str, getattr(part, "peft_config", None) or ()))
-        for name, part in models_in(target).items()
-    }
+    return {name: frozenset(map(str, configs_of(part))) for name, part in models_in(target).items()}
 
 
 def models_in(target: object) -> Mapping[str, nn.Module]:
@@ -163,7 +167,7 @@ def loras_of(
     for name, module in models_in(pipeline).items():
         if only is not None and name not in only:
             continue
-        if getattr(module, "peft_config", None):
+        if configs_of(module):
             for adapter, facts in _adapters_of(module).items():
                 begun = (
                     begin_adapter_fingerprint(module, adapter, (states or {}).get(name))
