@@ -262,7 +262,7 @@ def _said(verdicts: list[Mapping[str, Any]]) -> str:
 
 def _is_idle(analysis: Mapping[str, Any]) -> bool:
     findings = analysis.get("findings")
-    if analysis.get("effective") is not False or _spoilt(analysis) is not None:
+    if analysis.get("effective") is not False or _spoilt(findings) is not None:
         return False
     is_as_before = any(_mapping(finding).get("id") == _AS_BEFORE for finding in findings or ())
     return not is_as_before and bool(_cause(findings))
@@ -284,7 +284,7 @@ def idle_in_call(stage: Stage) -> list[Mapping[str, Any]]:
     """Why the LoRAs of a call do nothing in it, or why that is not known."""
     told = stage.facts.get(IDLE_LORAS)
     findings = [_mapping(finding) for finding in told] if isinstance(told, list | tuple) else []
-    return [finding for finding in findings if finding.get("id") not in _BESIDE]
+    return [finding for finding in findings if finding.get("id") not in _BESIDE | _SPOILS]
 
 
 def _in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:
@@ -305,13 +305,15 @@ def refused_lora(failed: Stage) -> str | None:
 
 
 def spoiling_lora(run: Run) -> str | None:
-    """Where the LoRAs hold NaN or Inf, if these act as the last change left them: all that they make is spoilt."""
+    """Where the LoRAs hold NaN or Inf, or have no values, if these act as the last change left them, or in the last call."""
     last = _last_change(run)
-    return None if last is None else _spoilt(_mapping(last.facts.get(_FACT)))
+    said = None if last is None else _spoilt(_mapping(last.facts.get(_FACT)).get("findings"))
+    calls = [stage.facts.get(IDLE_LORAS) for stage in run.walk() if RECIPE in stage.facts]
+    return said or (_spoilt(calls[-1]) if calls else None)
 
 
-def _spoilt(analysis: Mapping[str, Any]) -> str | None:
-    for finding in map(_mapping, analysis.get("findings") or ()):
+def _spoilt(findings: object) -> str | None:
+    for finding in map(_mapping, findings if isinstance(findings, list | tuple) else ()):
         if finding.get("id") in _SPOILS and _mapping(finding.get("evidence")).get("acting"):
             return str(finding["message"])
     return None

@@ -258,8 +258,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_without_values": VerdictRow(
         "error",
-        "{model}: {count} without values, such as that of {first}: the loader found none for its factors in the file, and calls compute with "
-        "whatever lies in memory.",
+        "{model}: {count} without values, such as that of {first}: the loader found none for its factors in the file, and calls fail, or "
+        "compute with whatever lies in memory.",
         "Load the model again, and the file under names that the loader reads: sigmascope lora convert FILE NEW --format peft.",
     ),
     "lora_strength_zero": VerdictRow(

@@ -38,7 +38,7 @@ _AROUND: Final = frozenset((*_WRAPPED, *_AROUND_WHOLE_MODELS))
 _MAGNITUDE: Final = "lora_magnitude_vector"
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
 _LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
-NO_VALUES: Final = "its factors have no values: they are on the meta device"
+NO_VALUES: Final = "it has no values: its tensors are on the meta device"
 UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
 _BYPASSED: Final = "its attention runs joined projections instead: unfuse_qkv_projections separates them"
 _JOINED: Final = {
@@ -338,7 +338,7 @@ def _applied(
         unavailable["weight_shape"] = "the layer has no weight of that name"
     standing = states.of(adapter, scales.strength, change.kind)
     why = adapter_misfit(change, shape)
-    if why is not None:
+    if why is not None and (why != NO_VALUES or standing.cause in (None, "strength_zero")):
         standing = Standing("failed", why)
     return AppliedPatch(
         key=key,
@@ -448,7 +448,12 @@ def tensor_of(held: object) -> Tensor | None:
     tensor = held if isinstance(held, Tensor) else _held(held, "weight")
     if not isinstance(tensor, Tensor):
         return None
-    kept = _offloaded(held, "weight") if tensor.is_meta else None
+    return _at_hand(held, "weight", tensor)
+
+
+def _at_hand(held: object, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a layer, or what Accelerate keeps of it while it is offloaded."""
+    kept = _offloaded(held, name) if tensor.is_meta else None
     return (tensor if kept is None else kept).detach()
 
 
@@ -476,9 +481,12 @@ def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
     if _held(layer, "fan_in_fan_out") is True:  # the weight lies transposed: (BA)ᵀ = AᵀBᵀ
         up, down, names = down.mT, up.mT, {"up": "lora_A", "down": "lora_B"}
     changes = [_low_rank_change(layer, adapter, parameter, up, down, names)]
-    bias = _held(held_by(layer, "lora_B", adapter), "bias")
+    second = held_by(layer, "lora_B", adapter)
+    bias = _held(second, "bias")
     if isinstance(bias, Tensor):
-        changes.append(Change("bias", "diff", {"diff": bias.detach()}, {"diff": "lora_B.bias"}))
+        changes.append(
+            Change("bias", "diff", {"diff": _at_hand(second, "bias", bias)}, {"diff": "lora_B.bias"})
+        )
     return changes
 
 
@@ -542,7 +550,12 @@ def _read_replacement(layer: nn.Module, adapter: str) -> list[Change]:
     """A module that stands in for the original: each of its parameters is set."""
     module = by_adapter(layer, "modules_to_save")[adapter]
     return [
-        Change(f"{inner}.{name}" if inner else name, "set", {"set": parameter.detach()}, has_scale=False)
+        Change(
+            f"{inner}.{name}" if inner else name,
+            "set",
+            {"set": _at_hand(part, name, parameter)},
+            has_scale=False,
+        )
         for inner, part in named_modules_in(module)
         for name, parameter in own_parameters(part)
     ]
@@ -577,12 +590,12 @@ _READERS: Final[Mapping[str, Callable[[nn.Module, str], list[Change]]]] = {
 
 
 def adapter_misfit(change: Change, shape: tuple[int, ...] | None) -> str | None:
-    """Why a low-rank change cannot be one of a weight of that shape, or None."""
+    """Why a change has no values, or a low-rank one cannot be one of a weight of that shape, or None."""
+    if any(tensor.is_meta for tensor in change.tensors.values()):
+        return NO_VALUES
     up, down = (change.tensors.get(name) for name in ("up", "down"))
     if up is None or down is None:
         return None
-    if up.is_meta or down.is_meta:
-        return NO_VALUES
     own = (up.shape[0], *down.shape[1:])
     if up.shape[1] != down.shape[0] or (shape is not None and own != shape):
         return f"up {tuple(up.shape)} and down {tuple(down.shape)} do not fit a weight {shape}"

@@ -11,8 +11,10 @@ import dis
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
+from itertools import count
 from types import CodeType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -35,10 +37,11 @@ from sigmascope.integrations.diffusers.watch_session import LoraChange
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.forward_passes import detour_of
-from sigmascope.probes.model_fingerprints import told
-from sigmascope.probes.peft import read_adapters, rewrites_model
+from sigmascope.probes.model_fingerprints import state_of, told
+from sigmascope.probes.peft import NO_VALUES, read_adapters, rewrites_model
 from sigmascope.probes.reading import attempt, attribute
 from sigmascope.records.run import JsonScalar
+from sigmascope.units import counted
 
 if TYPE_CHECKING:
     from sigmascope.probes.applied_patch import AppliedPatch
@@ -284,7 +287,8 @@ def begin_idle_lora_findings(
     controls = {name for name in map(component_of, running) if name.startswith(CONTROL)}
     mute = begin_mute_nets(models_in(pipeline), controls)
     may_be_mute = not mute.has_arrived() or bool(mute.result())
-    if running and not scaled and not may_be_mute and not _is_to_be_looked_at(running):
+    apart = _told_apart(pipeline, running)
+    if running and not scaled and not may_be_mute and not _is_to_be_looked_at(apart):
         return Pending(lambda: beside)
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
     from sigmascope.stages.lora_findings import IN_BASE, MERGED_AT_ZERO, IdleChange, idle_findings
@@ -292,6 +296,9 @@ def begin_idle_lora_findings(
     patches = read_adapters(pipeline).value or ()
     silent = {component_of(name) for name in left_out if name not in parts}
     at_work = [p for p in patches if component_of(p.key) not in silent and _lora_of(p) not in parts]
+    empty = [p.key for p in at_work if p.state == "failed" and p.state_reason == NO_VALUES]
+    if empty:
+        return Pending(lambda: [_without_values(empty)])
     attached = [
         (lora_name, f"{name}.attached layer {layer}", lora["active"] > 0)
         for name, part in models_in(pipeline).items()
@@ -316,7 +323,7 @@ def begin_idle_lora_findings(
         of_running = [] if runs is None else runs.result()
         of_left_out = [] if waits is None else waits.result()
         if running and not of_running:
-            _remember_acting(running)
+            _remember_acting(apart)
             return beside
         if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
             return beside
@@ -484,6 +491,16 @@ def _not_seen(why: str) -> dict[str, Any]:
     return asdict(verdict_finding("lora_not_seen", {}, why=why))
 
 
+def _without_values(keys: Sequence[str]) -> dict[str, Any]:
+    from sigmascope.lora.verdict import verdict_finding
+
+    evidence: dict[str, JsonScalar] = {"keys": len(keys), "acting": len(keys), "example": keys[0]}
+    changes = counted(len(keys), "change is", "changes are")
+    return asdict(
+        verdict_finding("lora_without_values", evidence, model="Call", count=changes, first=keys[0])
+    )
+
+
 def _begin_idle_at_work(
     patches: "Sequence[AppliedPatch]",
     scaled: Mapping[str, str],
@@ -648,24 +665,41 @@ _ACTING: Final[dict[tuple[object, ...], None]] = {}
 _MOST_STATES: Final = 100
 
 
-def _is_to_be_looked_at(loras: Loras) -> bool:
-    """Whether they were not seen to act; of what cannot be told apart later, nothing is looked at."""
-    contents: list[Content] = [lora["content"] for lora in loras.values()]
-    if not all(content.has_arrived() for content in contents):
-        return True
-    return all(told(content).value for content in contents) and _state_of(loras) not in _ACTING
+def _told_apart(pipeline: object, loras: Loras) -> Pending[tuple[object, ...] | None]:
+    """What tells a state of LoRAs from others: what each contains, or else the state of its model; None: nothing does."""
+    models = models_in(pipeline)
+
+    def tell() -> tuple[object, ...] | None:
+        each = [
+            told(lora["content"]).value or _state_of(models[component_of(name)])
+            for name, lora in loras.items()
+        ]
+        held = [(name, lora["strength"], lora["active"]) for name, lora in loras.items()]
+        return None if None in each else (*zip(held, each, strict=True),)
+
+    return Pending(tell, [lora["content"] for lora in loras.values()])
 
 
-def _remember_acting(loras: Loras) -> None:
-    _ACTING[_state_of(loras)] = None
+_SERIAL: Final = count()
+_SERIALS: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+
+
+def _state_of(model: nn.Module) -> tuple[int, int] | None:
+    state = state_of(model).value
+    return None if state is None else (_SERIALS.setdefault(model, next(_SERIAL)), state)
+
+
+def _is_to_be_looked_at(apart: Pending[tuple[object, ...] | None]) -> bool:
+    """Whether they were not seen to act."""
+    return not apart.has_arrived() or apart.result() is None or apart.result() not in _ACTING
+
+
+def _remember_acting(apart: Pending[tuple[object, ...] | None]) -> None:
+    state = apart.result()
+    if state is not None:
+        _ACTING[state] = None
     while len(_ACTING) > _MOST_STATES:
         del _ACTING[next(iter(_ACTING))]
-
-
-def _state_of(loras: Loras) -> tuple[object, ...]:
-    return tuple(
-        (name, lora["strength"], lora["active"], told(lora["content"]).value) for name, lora in loras.items()
-    )
 
 
 _UNUSED: Final = "lora_layers_unused"
