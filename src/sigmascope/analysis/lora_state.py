@@ -38,7 +38,11 @@ _STATES_OF_CALLS: Final = frozenset(
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
 MERGED_AT_ZERO: Final = "lora_merged_at_zero"
 """What is open for who sees a call alone: a change that was watched tells what was merged."""
-OPEN_VERDICTS: Final = frozenset({"lora_encoder_not_run", "lora_in_base", MERGED_AT_ZERO, "lora_not_seen"})
+_FUSED_BEFORE: Final = "lora_fused_before"
+"""A remark of a call: most who fuse a LoRA before the watch do so on purpose."""
+OPEN_VERDICTS: Final = frozenset(
+    {"lora_encoder_not_run", _FUSED_BEFORE, "lora_in_base", MERGED_AT_ZERO, "lora_not_seen"}
+)
 """Findings that nobody knows whether a LoRA acts."""
 _BESIDE: Final = frozenset({"lora_off_in_base", "lora_beside_merged"})
 """Findings on the model beside the LoRAs that act: no reason why one does not."""
@@ -68,7 +72,8 @@ def standing(run: Run) -> LoraStanding | None:
     if spoils is not None:
         return LoraStanding("without values" if " without values" in spoils else "NaN or Inf", spoils, False)
     if acts is None:
-        return None
+        fused = _fused_before(run)
+        return None if fused is None else LoraStanding("unknown", fused, None)
     if acts.startswith(_TAKEN_OFF):
         return LoraStanding("taken off", acts, None)
     change = _last_change(run)
@@ -76,6 +81,13 @@ def standing(run: Run) -> LoraStanding | None:
     if arriving:
         return LoraStanding("arrives weak" if _WEAK in arriving else "arrives noisy", acts, False)
     return LoraStanding(ACTS, acts, True)
+
+
+def _fused_before(run: Run) -> str | None:
+    """That nobody knows whether a LoRA acts which the pipeline of the last call lists as fused."""
+    calls = [stage for stage in run.walk() if RECIPE in stage.facts]
+    told = idle_in_call(calls[-1]) if calls else []
+    return next((str(one["message"]) for one in told if one.get("id") == _FUSED_BEFORE), None)
 
 
 def idle_lora(run: Run) -> str | None:

@@ -361,6 +361,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Whether the LoRA acts is unknown: {why} ({weights}).",
         "To run the model without the LoRA, load the model again: no switch of an adapter gives it its own weights back.",
     ),
+    "lora_fused_before": VerdictRow(
+        "info",
+        "Whether the LoRA acts is unknown: the pipeline lists {adapters} as fused before the watch, the layers are gone, and weights do not "
+        "tell what was fused into them.",
+        "Fuse inside the watch. To run the model without the LoRA, load the model again.",
+    ),
     "lora_off_in_base": VerdictRow(
         "warning",
         "The model does not run with its own weights, though the adapter {adapters} is off: {why} ({weights}).",

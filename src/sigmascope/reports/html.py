@@ -335,6 +335,11 @@ def _peak_card(run: Run) -> dict[str, Any]:
     return {"label": "Peak", "figure": format_size(owner.bytes), "note": note, "curve": curve}
 
 
+_NO_LAYERS: Final = (
+    "no LoRA was beside the weights; one that was fused before the watch is not told from them"
+)
+
+
 def _lora_card(run: Run) -> dict[str, Any]:
     """Whether the LoRAs of the run act, in two words and a sentence."""
     told = standing(run)
@@ -345,7 +350,7 @@ def _lora_card(run: Run) -> dict[str, Any]:
     if names is None:
         return {"label": "LoRA", "figure": UNKNOWN, "note": "not looked at"}
     if names == NONE:
-        return {"label": "LoRA", "figure": "none", "note": "no LoRA was on the model"}
+        return {"label": "LoRA", "figure": "none", "note": _NO_LAYERS}
     return {
         "label": "LoRA",
         "figure": "unknown",

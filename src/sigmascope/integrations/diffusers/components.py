@@ -398,6 +398,7 @@ class LoraObserver(Observer):
             after_step = stack.steps_over
 
         def after(result: object, error: BaseException | None) -> None:
+            self.session.heard_loras = True
             stack.leave(stage, error)
             stage.fact("method", method)
             if after_step is not None:

@@ -335,6 +335,18 @@ def begin_idle_lora_findings(
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
 
 
+def fused_before(pipeline: object, loras: Loras) -> list[dict[str, Any]]:
+    """That the pipeline lists LoRAs as fused whose layers are gone, where none acts: the weights do not tell of them."""
+    listed = attribute(pipeline, "fused_loras")
+    here = {name.partition(".")[2] for name in loras}
+    gone = sorted({*map(str, listed)} - here) if isinstance(listed, set | frozenset | list | tuple) else []
+    if not gone or any(lora["active"] for lora in loras.values()):
+        return []
+    from sigmascope.lora.verdict import verdict_finding
+
+    return [asdict(verdict_finding(FUSED_BEFORE, {"loras": len(gone)}, adapters=" and ".join(gone)))]
+
+
 def _off_in_base(pipeline: object, loras: Loras) -> list[dict[str, Any]]:
     """That LoRAs of a call which are off changed the model itself: what it runs with beside the others is not its own."""
     models = models_in(pipeline)
@@ -702,6 +714,7 @@ def _remember_acting(apart: Pending[tuple[object, ...] | None]) -> None:
         del _ACTING[next(iter(_ACTING))]
 
 
+FUSED_BEFORE: Final = "lora_fused_before"
 _UNUSED: Final = "lora_layers_unused"
 """The finding that a LoRA is on layers of a text encoder alone that come after what is used of it."""
 _NOT_SEEN: Final = "lora_not_seen"

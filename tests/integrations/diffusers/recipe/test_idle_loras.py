@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import sigmascope
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora
+from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora, standing
 from sigmascope.records.run import Run
+from sigmascope.reports.html import to_html
 
 pytestmark = [
     pytest.mark.slow,
@@ -635,3 +636,42 @@ def test_a_strength_of_0_that_was_set_after_merging_takes_nothing_out_of_the_wei
         assert idle is None or "strength 0 on 181 weights" in idle
     assert any("unknown" in finding.message for finding in run.findings) is not is_merging_watched
     assert (acting_lora(run) is not None) is (acts and is_merging_watched)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_of_a_lora_that_was_fused_before_the_watch_and_unloaded_it_is_open_whether_it_acts(
+    watched: bool,
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+
+    def fuse() -> None:
+        load(pipeline)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+
+    if not watched:
+        fuse()
+    with sigmascope.watch(pipeline) as watching:
+        if watched:
+            fuse()
+        moved = not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    run = watching.record()
+    assert moved
+    assert (told(run) == {"lora_fused_before"}) is not watched
+    found = standing(run)
+    assert found is not None
+    assert found.words == ("acts" if watched else "unknown")
+    assert ("the pipeline lists style as fused before the watch" in found.says) is not watched
+
+
+def test_of_calls_without_a_lora_beside_the_weights_no_report_says_that_there_was_none() -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    load(pipeline)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    pipeline._merged_adapters = set()  # as after merging by PEFT itself, which no pipeline lists
+    with sigmascope.watch(pipeline) as watching:
+        assert not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    assert "one that was fused before the watch is not told from them" in to_html(watching.record())
