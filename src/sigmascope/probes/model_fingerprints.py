@@ -5,12 +5,13 @@ shapes and types: a fine-tuning changes nearly all elements of the layers that i
 It can miss a change to single elements. A model's fingerprint leaves out adapters, which have their own.
 
 Both are kept as long as nobody replaces a weight, writes to it, or merges an adapter: PyTorch counts what is written to
-a tensor. It does not count writes to `weight.data`, so only another process sees such a change. Reading weights on an
+a tensor. It does not count writes to `weight.data`: a few elements of some weights are looked at each time, others than
+the time before, and all are read again once one of these is another. Reading weights on an
 accelerator waits for it; what begins with `begin_` does not, and gives what has been read once its bytes are there.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, call, is_, itemgetter
 from typing import Final, NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from sigmascope.probes.accelerators import CAPTURED, is_capturing
 from sigmascope.probes.copies import Pending, T
 from sigmascope.probes.fingerprints import Fingerprint, begin_fingerprints, begin_samples, fingerprints
+from sigmascope.probes.glimpses import Glimpses
 from sigmascope.probes.models import (
     GROUP_OFFLOADING,
     named_modules_in,
@@ -40,7 +42,16 @@ _MERGED: Final = "merged_adapters"
 ON_DISK: Final = "its weights lie on a disk between its calls"
 NO_WEIGHTS: Final = "it has no weights"
 
-_Kept = dict[str, tuple[int, Pending[Reading[str]]]]
+
+class _Held(NamedTuple):
+    """What was read, with the state of the model's weights then, and some elements of what was read."""
+
+    state: int
+    reading: Pending[Reading[str]]
+    glimpses: Glimpses
+
+
+_Kept = dict[str, _Held]
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
 """What was read of each model, with the state of its weights then: under "" of itself, else of an adapter."""
 
@@ -147,13 +158,13 @@ def _joined(prints: Mapping[str, Fingerprint | None], more: object) -> str:
 
 
 def _kept(
-    module: nn.Module, which: str, state: Reading[int], begin: Callable[[], Pending[Reading[str]]]
+    module: nn.Module, which: str, state: Reading[int], begin: Callable[[], "_Begun"]
 ) -> Pending[Reading[str]]:
     if state.value is None:
         return known(Reading(None, state.reason))
     kept = _KEPT.setdefault(module, {})
-    if which in kept and kept[which][0] == state.value:
-        return kept[which][1]
+    if which in kept and kept[which].state == state.value and not kept[which].glimpses.has_changed():
+        return kept[which].reading
     begun = attempt(begin)
     if begun.value is None:
         return known(Reading(None, begun.reason))
@@ -163,8 +174,13 @@ def _kept(
             del kept[which]
         return reading
 
-    mine = kept[which] = state.value, begun.value.then(keep)
-    return mine[1]
+    reading, tensors = begun.value
+    mine = kept[which] = _Held(state.value, reading.then(keep), Glimpses(tensors))
+    return mine.reading
+
+
+_Begun = tuple[Pending[Reading[str]], Iterable[Tensor]]
+"""What is being read, and the tensors that it is read of."""
 
 
 class _State(NamedTuple):
@@ -209,7 +225,7 @@ def _version(tensor: Tensor) -> int:
         return -1
 
 
-def _of_model(module: nn.Module) -> Pending[Reading[str]]:
+def _of_model(module: nn.Module) -> _Begun:
     if lies_on_disk(module):
         raise LookupError(ON_DISK)
     weights = dict(base_weights(module))
@@ -220,9 +236,10 @@ def _of_model(module: nn.Module) -> Pending[Reading[str]]:
         raise LookupError(f"of {len(lacking)} of {len(weights)} weights: {lacking[0]}")
     shapes = sorted((name, tuple(tensor.shape)) for name, tensor in weights.items())
     taking = partial(begin_samples, size=_ELEMENTS_OF_EACH_WEIGHT, floating_only=False)
-    return _begin(taking, weights).then(
+    begun = _begin(taking, weights).then(
         lambda sampled: attempt(lambda: _joined(sampled.fingerprints(), shapes))
     )
+    return begun, weights.values()
 
 
 def lies_on_disk(module: nn.Module) -> bool:
@@ -235,7 +252,7 @@ def lies_on_disk(module: nn.Module) -> bool:
     return False
 
 
-def _of_adapter(model: nn.Module, adapter: str) -> Pending[Reading[str]]:
+def _of_adapter(model: nn.Module, adapter: str) -> _Begun:
     tensors: dict[str, Tensor] = {}
     numbers = []
     tree = tree_of(model)
@@ -246,7 +263,7 @@ def _of_adapter(model: nn.Module, adapter: str) -> Pending[Reading[str]]:
             numbers.append([number_for(layer, name, adapter) for name in ("r", "lora_alpha")])
     if not tensors:
         raise LookupError("none of its tensors is where PEFT keeps them")
-    return begin_combined_fingerprint(tensors, numbers)
+    return begin_combined_fingerprint(tensors, numbers), tensors.values()
 
 
 def _tensors_of(layer: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:

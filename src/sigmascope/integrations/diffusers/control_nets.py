@@ -7,14 +7,13 @@ and without. Several ControlNets are one component, and each of them is called b
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from math import inf
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from sigmascope.probes.copies import Pending, copy_to_host
-from sigmascope.probes.model_fingerprints import state_of
 from sigmascope.probes.models import children_of, unwrap
 from sigmascope.probes.module_tree import tree_of
 from sigmascope.probes.peft import adapter_layers, base_weights
@@ -107,19 +106,8 @@ def _shares_layers(net: nn.Module, others: list[nn.Module]) -> bool:
     return any(id(module) in own for other in others for module in tree_of(other).modules)
 
 
-_KNOWN: "WeakKeyDictionary[nn.Module, tuple[int, Pending[bool]]]" = WeakKeyDictionary()
-"""Whether the last layers are zero, with the state of the weights when they were looked at."""
-
-
 def _begin_gives_zeros(net: nn.Module) -> Pending[bool]:
-    state = state_of(net).value
-    known = _KNOWN.get(net)
-    if known is not None and state is not None and known[0] == state:
-        return known[1]
-    begun = attempt(lambda: _begin_all_zero([*_last_weights(net)])).value or Pending(lambda: False)
-    if state is not None:
-        _KNOWN[net] = state, begun
-    return begun
+    return attempt(lambda: _begin_all_zero([*_last_weights(net)])).value or Pending(lambda: False)
 
 
 def _last_weights(net: nn.Module) -> Iterator[Tensor]:
@@ -140,7 +128,7 @@ def _begin_all_zero(weights: list[Tensor]) -> Pending[bool]:
     if not others:
         return Pending(lambda: True)
     copies = [
-        copy_to_host(torch.stack([weight.any() for weight in others if weight.device == device]))
+        copy_to_host(get_total_norm([one for one in others if one.device == device], norm_type=inf))
         for device in {weight.device for weight in others}
     ]
-    return Pending(lambda: not any(bool(copy.tensor.any()) for copy in copies), copies)
+    return Pending(lambda: not any(bool(copy.tensor) for copy in copies), copies)

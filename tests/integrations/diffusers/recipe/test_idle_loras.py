@@ -675,3 +675,24 @@ def test_of_calls_without_a_lora_beside_the_weights_no_report_says_that_there_wa
     with sigmascope.watch(pipeline) as watching:
         assert not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
     assert "one that was fused before the watch is not told from them" in to_html(watching.record())
+
+
+@pytest.mark.parametrize("is_taken_away", [True, False])
+def test_what_is_written_to_the_data_of_factors_between_two_calls_is_seen_in_the_second(
+    is_taken_away: bool,
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as watching:
+        load(pipeline)
+        first = generate(pipeline, "sd15", num_inference_steps=1)
+        for name, factor in pipeline.unet.named_parameters():
+            if "lora_B" in name:
+                factor.data.mul_(0.0 if is_taken_away else 2.0)
+        second = generate(pipeline, "sd15", num_inference_steps=1)
+    run = watching.record()
+    assert not torch.equal(first, second)
+    assert torch.equal(second, bare) is is_taken_away
+    assert (acting_lora(run) is None) is is_taken_away
+    said = idle_lora(run) or acting_lora(run) or ""
+    assert ("all its changes are zero" if is_taken_away else "with other factors in the last call") in said
