@@ -41,7 +41,14 @@ MERGED_AT_ZERO: Final = "lora_merged_at_zero"
 _FUSED_BEFORE: Final = "lora_fused_before"
 """A remark of a call: most who fuse a LoRA before the watch do so on purpose."""
 OPEN_VERDICTS: Final = frozenset(
-    {"lora_encoder_not_run", _FUSED_BEFORE, "lora_in_base", MERGED_AT_ZERO, "lora_not_seen"}
+    {
+        "lora_encoder_not_run",
+        _FUSED_BEFORE,
+        "lora_in_base",
+        "lora_may_be_lost",
+        MERGED_AT_ZERO,
+        "lora_not_seen",
+    }
 )
 """Findings that nobody knows whether a LoRA acts."""
 _BESIDE: Final = frozenset({"lora_off_in_base", "lora_beside_merged"})
@@ -72,8 +79,8 @@ def standing(run: Run) -> LoraStanding | None:
     if spoils is not None:
         return LoraStanding("without values" if " without values" in spoils else "NaN or Inf", spoils, False)
     if acts is None:
-        fused = _fused_before(run)
-        return None if fused is None else LoraStanding("unknown", fused, None)
+        unknown = _open_change(run) or _fused_before(run)
+        return None if unknown is None else LoraStanding("unknown", unknown, None)
     if acts.startswith(_TAKEN_OFF):
         return LoraStanding("taken off", acts, None)
     change = _last_change(run)
@@ -81,6 +88,16 @@ def standing(run: Run) -> LoraStanding | None:
     if arriving:
         return LoraStanding("arrives weak" if _WEAK in arriving else "arrives noisy", acts, False)
     return LoraStanding(ACTS, acts, True)
+
+
+def _open_change(run: Run) -> str | None:
+    """That nobody knows whether LoRAs act as the last change left them."""
+    found = [_mapping(stage.facts[_FACT]) for stage in run.walk() if _FACT in stage.facts]
+    changes = [analysis for analysis in found if _is_change(analysis)]
+    if not changes or changes[-1].get("effective") is not None:
+        return None
+    told = map(_mapping, changes[-1].get("findings") or ())
+    return next((str(one["message"]) for one in told if one.get("id") in OPEN_VERDICTS), None)
 
 
 def _fused_before(run: Run) -> str | None:

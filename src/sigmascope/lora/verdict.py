@@ -377,6 +377,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing: its change of {weights} is lost in rounding, below half a step of {dtype}.",
         "Raise its strength. If it is merged, leave it unmerged, or use a base of more bits.",
     ),
+    "lora_may_be_lost": VerdictRow(
+        "warning",
+        "Whether the LoRA acts is unknown, because {why}.",
+        "Raise its strength: at this one no picture shows it.",
+    ),
     "lora_arrives_weak": VerdictRow(
         "warning",
         "Only {share} of the LoRA arrives in {weights}, with noise of {noise} its size: merged, the sum is rounded to {stored}.",

@@ -39,7 +39,7 @@ from sigmascope.stages.schema import (
     WeightChanges,
 )
 from sigmascope.stages.signed_patches import begin_contents
-from sigmascope.stages.weight_verdict import NOT_SEEN, is_below_any_bit
+from sigmascope.stages.weight_verdict import MAY_BE_LOST, NOT_SEEN, is_below_any_bit
 from sigmascope.units import counted, first_few
 
 STAGE: Final = "lora_application"
@@ -231,7 +231,10 @@ def _on_whole(
     read = any(patches["total_patched_keys"] is not None for _, _, patches in models)
     evidence: _Evidence = {"patched_keys": patched, "host_says_applied": applied}
     if effective.value is None and (read or effective.reason != NOT_SEEN):
-        yield verdict_finding("lora_not_seen", evidence, why=effective.reason)
+        is_small = (effective.reason or "").endswith(MAY_BE_LOST)
+        yield verdict_finding(
+            "lora_may_be_lost" if is_small else "lora_not_seen", evidence, why=effective.reason
+        )
     elif effective.value is False and not patched and not before:
         yield verdict_finding("lora_not_applied" if puts_on else "lora_none_there", evidence)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from sigmascope.lora.arrival import together
@@ -41,6 +42,7 @@ from sigmascope.stages.signed_patches import (
     signed_patches,
 )
 from sigmascope.stages.weight_verdict import (
+    MAY_BE_LOST,
     NOT_SEEN,
     WeightEvidence,
     WeightVerdict,
@@ -159,7 +161,8 @@ def acts(looks: BeforeAndAfter, verdicts: Verdicts) -> Reading[bool]:
     """Whether the model computes something else than before; None with the reason if that is not understood."""
     before, after = looks.before, looks.after
     if any(verdict.is_effective for verdict in verdicts.values()):
-        return Reading(True)
+        lost = _why_it_may_be_lost(looks, verdicts)
+        return Reading(True) if lost is None else Reading(None, lost)
     unread = next((verdict.unread for verdict in verdicts.values() if verdict.unread is not None), None)
     why = unread or next((v.why_unknown for v in verdicts.values() if v.why_unknown), None)
     why = why or "; ".join(looks.applied.unavailable.values()) or before.unavailable.get("patches")
@@ -174,6 +177,35 @@ def acts(looks: BeforeAndAfter, verdicts: Verdicts) -> Reading[bool]:
         return Reading(False)
     unavailable = before.unavailable.get("fingerprints") or after.unavailable.get("fingerprints")
     return Reading(None, unavailable or NOT_SEEN)
+
+
+_SHARE_OF_STEP: Final = 1e-3
+"""Of the step of a dtype: by a change of so much of a weight one output in a thousand moves to another number, of a layer that has so many."""
+_ADDED_IN: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+def _why_it_may_be_lost(looks: BeforeAndAfter, verdicts: Verdicts) -> str | None:
+    """That what is added to outputs for the first time is so small that their dtype may have none of it; None: it is not."""
+    if any(patch.state != "inactive" for patch in (looks.kept.value or KeptPatches()).patches):
+        return None
+    largest: tuple[float, torch.dtype] | None = None
+    for key, verdict in verdicts.items():
+        if verdict.is_effective is False:
+            continue
+        share, weight = verdict.effect.relative_change, looks.held.base.get(key)
+        is_added = verdict.change["measured_from"] == "patches" and not verdict.content_relative
+        if weight is None or weight.dtype not in _ADDED_IN or share is None or not is_added:
+            return None
+        if not share <= _SHARE_OF_STEP * torch.finfo(weight.dtype).eps:
+            return None
+        largest = max(largest or (share, weight.dtype), (share, weight.dtype), key=lambda found: found[0])
+    if largest is None:
+        return None
+    share, dtype = largest
+    return (
+        f"its change is at most {share:.1e} of a weight, under a thousandth of a step of {str(dtype).removeprefix('torch.')}: "
+        f"{MAY_BE_LOST}"
+    )
 
 
 def _why_not_seen(before: ModelSnapshot, after: ModelSnapshot) -> str | None:

@@ -46,6 +46,8 @@ _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is 
 _MOST_AT_ONCE: Final = 1024  # weights whose elements are compared together
 _SHARE_OF_NO_BIT: Final = torch.finfo(torch.float32).eps ** 2
 """‖ΔW‖/‖W‖ up to which no output of a layer moves by a bit in float32: of so many outputs one lies so near to a step."""
+MAY_BE_LOST: Final = "outputs of that dtype may have none of it"
+"""How the reason ends why it is unknown whether a very small change acts."""
 NOT_SEEN: Final = "the weights before and after could not be compared, and no change is registered"
 
 

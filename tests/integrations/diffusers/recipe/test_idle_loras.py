@@ -696,3 +696,31 @@ def test_what_is_written_to_the_data_of_factors_between_two_calls_is_seen_in_the
     assert (acting_lora(run) is None) is is_taken_away
     said = idle_lora(run) or acting_lora(run) or ""
     assert ("all its changes are zero" if is_taken_away else "with other factors in the last call") in said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "moves", "words"),
+    [
+        (torch.bfloat16, 1e-4, False, "unknown"),
+        (torch.float16, 1e-4, False, "unknown"),
+        (torch.bfloat16, 1e-3, True, "acts"),
+        (torch.float32, 1e-5, True, "acts"),
+    ],
+    ids=str,
+)
+def test_of_factors_that_outputs_may_be_too_coarse_for_it_is_open_whether_they_act(
+    dtype: torch.dtype, size: float, moves: bool, words: str
+) -> None:
+    pipeline = make_pipeline("sd15").to(dtype)
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    state = {name: one.to(dtype) for name, one in lora_state(pipeline, ["unet"], size=size).items()}
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(state)
+        moved = not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    run = watching.record()
+    assert moved is moves
+    found = standing(run)
+    assert found is not None
+    assert found.words == words
+    step = str(dtype).removeprefix("torch.")
+    assert (f"under a thousandth of a step of {step}" in found.says) is not moves
