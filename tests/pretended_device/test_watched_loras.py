@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 from tests.conftest import Pretend
@@ -89,3 +90,29 @@ def test_which_layers_of_an_encoder_are_used_is_followed_without_waiting(pretend
             assert device.our_waits == []
         found = {finding.id for finding in watching.record().findings}
     assert "lora_layers_unused" in found
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize("factor", [-1.0, -0.5])
+def test_a_file_and_its_negation_are_summed_on_the_device_without_waiting(
+    pretend: Pretend, factor: float
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    state = lora_state(pipeline, ["unet"], only="attn", size=0.3)
+    other = {name: tensor * (factor if "lora_B" in name else 1.0) for name, tensor in state.items()}
+    for name, one in (("a", state), ("b", other)):
+        pipeline.load_lora_weights(one, adapter_name=name)
+    pipeline.set_adapters(["a", "b"])
+    moved = not torch.allclose(generate(pipeline, "sd15", num_inference_steps=1), bare, atol=1e-5)
+    with pretend("cuda") as device:
+        pipeline.to("cuda")
+        generate(pipeline, "sd15", num_inference_steps=1)
+        device.waits.clear()
+        with watch(pipeline) as watching:
+            generate(pipeline, "sd15", num_inference_steps=1)
+            waits = [*device.our_waits]
+        found = {finding.id for finding in watching.record().findings}
+    assert moved is (factor != -1.0)
+    assert ("lora_opposite" in found) is not moved
+    assert waits == []

@@ -28,6 +28,7 @@ from sigmascope.stages.lora_on_model import (
     Alike,
     alike,
     begin_extremes,
+    begin_sums,
     elements_of_change,
     has_extremes,
 )
@@ -443,9 +444,12 @@ def _begin_idle_changes(applied: ModelPatches, before: ModelSnapshot) -> Pending
     several = {key: patches for key, patches in acting.items() if len(patches) > 1}
     extremes = begin_extremes(applied.patches)
     contents = begin_contents(patch for patches in several.values() for patch in patches)
+    sums = begin_sums(several)
     return Pending(
-        lambda: _idle_changes(applied, before, extremes.result(), alike(several, contents.result())),
-        [extremes, contents],
+        lambda: _idle_changes(
+            applied, before, extremes.result(), alike(several, contents.result(), sums.result())
+        ),
+        [extremes, contents, sums],
     )
 
 

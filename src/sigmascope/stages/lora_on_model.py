@@ -46,7 +46,7 @@ from sigmascope.lora.reader import lora_in, open_lora
 from sigmascope.lora.verdict import is_opposed
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
-from sigmascope.probes.copies import HostCopy, Pending, copy_to_host
+from sigmascope.probes.copies import HostCopy, Pending, copy_to_device, copy_to_host
 from sigmascope.probes.fingerprints import positions
 from sigmascope.probes.reading import Reading, attempt, attribute, lookup, sequence
 from sigmascope.records.memory import mib
@@ -570,7 +570,7 @@ def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwic
     several = _several(by_key)
     found: dict[tuple[tuple[str, ...], str | None, bool], list[tuple[str, list[float]]]] = {}
     contents = contents_of(patch for patches in several.values() for patch in patches)
-    for key, patches, left, why_nothing in alike(several, contents):
+    for key, patches, left, why_nothing in alike(several, contents, begin_sums(several).result()):
         names = tuple(patch.source or "" for patch in patches)
         strengths = attempt(lambda same=left: _strengths(same)).value or []  # type: ignore[misc]
         found.setdefault((names, why_nothing, is_opposed(strengths)), []).append((key, strengths))
@@ -601,7 +601,7 @@ def cancelled_changes(applied: ModelPatches) -> Iterator[tuple[AppliedPatch, str
     """The changes on a model that act and cancel each other, each with the verdict on them."""
     several = _several(applied.by_key())
     contents = contents_of(patch for patches in several.values() for patch in patches)
-    for found in alike(several, contents):
+    for found in alike(several, contents, begin_sums(several).result()):
         if found.why_nothing is not None:
             yield from ((patch, found.why_nothing) for patch in found.patches)
 
@@ -628,8 +628,14 @@ class Alike(NamedTuple):
     why_nothing: str | None
 
 
-def alike(acting: _ByKey, contents: Contents) -> Iterator[Alike]:
-    """What is alike among the changes of each weight that act."""
+def alike(acting: _ByKey, contents: Contents, nothing: Collection[str] = ()) -> Iterator[Alike]:
+    """What is alike among the changes of each weight that act.
+
+    Args:
+        acting: By weight.
+        contents: Of the changes.
+        nothing: The weights on an accelerator whose changes sum to nothing, as `begin_sums` gives them.
+    """
     several: dict[str, tuple[Sequence[AppliedPatch], Sequence[AppliedPatch]]] = {}
     for key, patches in acting.items():
         left, why_not = _left_by_later_ones(patches)
@@ -646,7 +652,7 @@ def alike(acting: _ByKey, contents: Contents) -> Iterator[Alike]:
                 yield Alike(key, [patches[place] for place in places], same, why_nothing)
         if len(by_content) > 1 and why_not is None:
             several[key] = patches, left
-    yield from _opposite(several)
+    yield from _opposite(several, nothing)
 
 
 def _left_by_later_ones(patches: Sequence[AppliedPatch]) -> tuple[list[AppliedPatch], str | None]:
@@ -675,13 +681,15 @@ OPPOSITE: Final = "lora_opposite"
 """The verdict on changes of which none is like another and whose sum is 0, such as a file's and its negation's."""
 
 
-def _opposite(acting: Mapping[str, tuple[Sequence[AppliedPatch], Sequence[AppliedPatch]]]) -> Iterator[Alike]:
+def _opposite(
+    acting: Mapping[str, tuple[Sequence[AppliedPatch], Sequence[AppliedPatch]]], nothing: Collection[str]
+) -> Iterator[Alike]:
     """Of each weight the changes that sum to nothing; none where those of the first weights all leave something."""
     found = 0
     for number, (key, (patches, left)) in enumerate(acting.items()):
         if number == _FIRST_SUMS and not found:
             return
-        if attempt(lambda held=left: _sum_to_nothing(held)).value:  # type: ignore[misc]
+        if key in nothing or attempt(lambda held=left: _sum_to_nothing(held)).value:  # type: ignore[misc]
             found += 1
             yield Alike(key, patches, left, OPPOSITE)
 
@@ -691,17 +699,95 @@ _CANCELLED: Final = 1e-9
 
 
 def _sum_to_nothing(patches: Sequence[AppliedPatch]) -> bool:
-    """Whether products cancel, by what their sum makes of one vector. An accelerator is not asked: it would be waited for."""
+    """Whether products on the CPU cancel, by what their sum makes of one vector."""
     tensors = [tensor for patch in patches for tensor in patch.tensors.values()]
     if not all(map(is_product, patches)) or any(tensor.device.type != "cpu" for tensor in tensors):
         return False
     shape = own_shape(patches[0])
-    vector = torch.cos(torch.arange(1, prod(shape[1:]) + 1, dtype=torch.float64))
+    vector = _vector(prod(shape[1:]))
     with torch.no_grad():
         factors = [factors_of(patch, shape) for patch in patches]
         terms = [one.weight * (one.up @ (one.down @ vector)) for one in factors]
     size = sum(float(term.norm()) for term in terms)
-    return 0 < size < inf and float(torch.stack(terms).sum(0).norm()) <= _CANCELLED * size
+    return _is_nothing(float(torch.stack(terms).sum(0).norm()), size)
+
+
+def _vector(length: int) -> Tensor:
+    return torch.cos(torch.arange(1, length + 1, dtype=torch.float64))
+
+
+def begin_sums(acting: _ByKey) -> Pending[frozenset[str]]:
+    """The weights whose changes are products on an accelerator that cancel, as on the CPU. Does not wait.
+
+    Weights of the same form are looked at together. A device without float64 tells nothing: its rounding is no 0.
+    """
+    forms: dict[object, dict[str, Sequence[AppliedPatch]]] = {}
+    for key, patches in acting.items():
+        left, why_not = _left_by_later_ones(patches)
+        if why_not is None and (form := _form_on_device(left)) is not None:
+            forms.setdefault(form, {})[key] = left
+    sums = [(key, found) for alike in forms.values() for key, found in _sums_of(alike)]
+    by_device: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
+    for keys, found in sums:
+        by_device.setdefault(found.device, []).append((keys, found))
+    copies = [
+        ([key for keys, _ in some for key in keys], copy_to_host(torch.cat([found for _, found in some])))
+        for some in by_device.values()
+    ]
+
+    def finished() -> frozenset[str]:
+        told = [zip(keys, copy.tensor.tolist(), strict=True) for keys, copy in copies]
+        return frozenset(key for pairs in told for key, (whole, size) in pairs if _is_nothing(whole, size))
+
+    return Pending(finished, [copy for _, copy in copies])
+
+
+def _is_nothing(whole: float, size: float) -> bool:
+    return 0 < size < inf and whole <= _CANCELLED * size
+
+
+def _form_on_device(patches: Sequence[AppliedPatch]) -> object | None:
+    """What several products on one accelerator share with those of other weights; None of what is no such thing."""
+    parts = [patch.tensors.get(name) for patch in patches for name in ("up", "down")]
+    known = [part for part in parts if part is not None]
+    are_products = all(
+        is_product(patch) and patch.offset is None and patch.tensors.keys() == {"up", "down"}
+        for patch in patches
+    )
+    devices = {part.device for part in known}
+    if not are_products or len(devices) != 1 or next(iter(devices)).type in ("cpu", "meta"):
+        return None
+    return tuple((part.shape, part.dtype, part.device) for part in known)
+
+
+def _sums_of(alike: Mapping[str, Sequence[AppliedPatch]]) -> Iterator[tuple[list[str], Tensor]]:
+    """(n, 2) of some weights of one form: the size of what their sum makes of a vector, and of what its terms do."""
+    first = next(iter(alike.values()))
+    nbytes = 8 * sum(part.numel() for patch in first for part in patch.tensors.values())
+    names, step = [*alike], max(1, _MOST_BYTES_AT_ONCE // max(nbytes, 1))
+    for start in range(0, len(names), step):
+        some = names[start : start + step]
+        found = attempt(lambda keys=some: _sums([alike[key] for key in keys])).value  # type: ignore[misc]
+        if found is not None:
+            yield some, found
+
+
+def _sums(weights: Sequence[Sequence[AppliedPatch]]) -> Tensor:
+    device = weights[0][0].tensors["up"].device
+    terms: list[Tensor] = []
+    with torch.no_grad():
+        for place in range(len(weights[0])):
+            patches = [patches[place] for patches in weights]
+            ups, downs = (
+                torch.stack([patch.tensors[name].detach() for patch in patches]).flatten(2).double()
+                for name in ("up", "down")
+            )
+            vector = copy_to_device(_vector(downs.shape[2]), device)
+            scales = [strength_of(patch) * scale_of_patch(patch) for patch in patches]
+            by = copy_to_device(torch.tensor(scales, dtype=torch.float64), device)
+            terms.append(by.unsqueeze(1) * (ups @ (downs @ vector).unsqueeze(2)).squeeze(2))
+        norms = torch.stack([term.norm(dim=1) for term in terms]).sum(0)
+        return torch.stack([torch.stack(terms).sum(0).norm(dim=1), norms], dim=1)
 
 
 def overlaps_of(by_source: Mapping[str, Sequence[AppliedPatch]]) -> list[dict[str, Any]]:
