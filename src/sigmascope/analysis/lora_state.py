@@ -406,7 +406,7 @@ def _on_before(run: Run) -> str | None:
     """That LoRAs act in the last call which were on the models when the watch began, if they do; of several, that one does."""
     stages = [*run.walk()]
     calls = [stage for stage in stages if RECIPE in stage.facts]
-    if not calls or any(_FACT in stage.facts for stage in stages):
+    if not calls or any(_is_change(_mapping(stage.facts[_FACT])) for stage in stages if _FACT in stage.facts):
         return None
     last = calls[-1]
     loras = {name: lora for name, lora in _in_call(last).items() if lora.get("active")}

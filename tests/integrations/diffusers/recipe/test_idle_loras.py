@@ -724,3 +724,20 @@ def test_of_factors_that_outputs_may_be_too_coarse_for_it_is_open_whether_they_a
     assert found.words == words
     step = str(dtype).removeprefix("torch.")
     assert (f"under a thousandth of a step of {step}" in found.says) is not moves
+
+
+def test_a_lora_that_is_set_again_as_it_was_is_still_said_to_act() -> None:
+    """After a scale of 0, diffusers leaves strengths at 1."""
+    pipeline = make_pipeline("sd15")
+    load(pipeline)
+    pipeline.set_adapters("style", 0.5)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.set_adapters("style", 0.5)
+        pictures = [
+            generate(pipeline, "sd15", num_inference_steps=1, cross_attention_kwargs={"scale": scale})
+            for scale in (1.0, 0.0, 1.0)
+        ]
+    assert not torch.equal(pictures[0], pictures[2])
+    said = acting_lora(watching.record())
+    assert said is not None
+    assert "at strength 1" in said
