@@ -316,6 +316,11 @@ def idle_in_call(stage: Stage) -> list[Mapping[str, Any]]:
     return [finding for finding in findings if finding.get("id") not in _BESIDE | _SPOILS]
 
 
+def lacks_values(stage: Stage) -> bool:
+    """Whether a call ran with LoRAs of which some tensors have no values: what it computed is chance."""
+    return _spoilt(stage.facts.get(IDLE_LORAS)) is not None
+
+
 def _in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:
     """The LoRAs that were on the components of a call, by component and adapter, as they stood when it was over."""
     loras = _mapping(_mapping(stage.facts.get(RECIPE)).get("loras"))

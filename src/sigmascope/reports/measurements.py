@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final, Literal, get_args
 
-from sigmascope.analysis.lora_state import OPEN_VERDICTS, idle_in_call
+from sigmascope.analysis.lora_state import OPEN_VERDICTS, idle_in_call, lacks_values
 from sigmascope.records.failures import FAILED, INTERRUPTED, OK, RAN_OUT, outcome_of
 from sigmascope.records.merge import is_rank
 from sigmascope.records.performance import readable_utilization
@@ -186,8 +186,10 @@ def _of_call(stage: Stage | None) -> Iterator[Verdict]:
     idle = idle_in_call(stage)
     active = {name.partition(".")[2] for name, lora in loras.items() if _mapping(lora).get("active")}
     names = active or {name.partition(".")[2] for name in loras}
-    if not idle:
-        verdict: Verdict = "acts" if active else "no_effect"
+    if lacks_values(stage):
+        verdict: Verdict = "unknown"
+    elif not idle:
+        verdict = "acts" if active else "no_effect"
     else:
         is_open = all(one.get("severity") == "info" or one.get("id") in OPEN_VERDICTS for one in idle)
         verdict = "unknown" if is_open else "no_effect"

@@ -80,6 +80,7 @@ def test_a_prompt_of_comfyui_is_one_generation_with_its_wait_in_the_queue() -> N
 
 
 LORA = {"active": 3}
+WITHOUT_VALUES = {"id": "lora_without_values", "severity": "error", "message": "", "evidence": {"acting": 1}}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ LORA = {"active": 3}
         ({"recipe": {"loras": {"unet.style": LORA, "unet.off": {"active": 0}}}}, ("acts",)),
         ({"recipe": {"loras": {"unet.style": {"active": 0}}}, "idle_loras": [{"severity": "warning"}]}, ("no_effect",)),
         ({"recipe": {"loras": {"unet.style": LORA}}, "idle_loras": [{"severity": "info"}]}, ("unknown",)),
+        ({"recipe": {"loras": {"unet.style": LORA}}, "idle_loras": [WITHOUT_VALUES]}, ("unknown",)),
         ({"recipe": {"loras": {"unet.style": LORA}}, "idle_loras": [{"severity": "warning", "id": "lora_encoder_not_run"}]}, ("unknown",)),
         ({"lora_application": {"effective": True}}, ("acts",)),
         ({"lora_application": {"effective": False}}, ("no_effect",)),
