@@ -38,7 +38,7 @@ from tests.families import generate, make_pipeline
 Operation = Callable[[], object]
 _RANK: Final = 4
 UNCHANGED: Final = ("call without LoRA", "call")
-_CALLS: Final = 10
+_CALLS: Final = 30
 """Between which nothing changes: one costs as much as another, and the least of them counts."""
 SETTINGS: Final = {"sdxl-1": ("sdxl", 1), "sdxl-2": ("sdxl", 2), "flux-6": ("flux", 6)}
 """Family and number of LoRAs."""
