@@ -17,14 +17,29 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
-from sigmascope.lora.compatibility import Misfit, Model, Placement, error_text, place, shapes_of
+from sigmascope.lora.compatibility import (
+    Misfit,
+    Model,
+    Placement,
+    error_text,
+    is_of_no_bias,
+    place,
+    shapes_of,
+)
 from sigmascope.lora.factors import LoraFactors, scale_of_factors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.lora.layer_names import WEIGHT
 from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.reader import open_lora
-from sigmascope.lora.verdict import ABSENCES, is_opposed, opposed_finding, unreadable, verdict_finding
+from sigmascope.lora.verdict import (
+    ABSENCES,
+    is_opposed,
+    is_unread,
+    opposed_finding,
+    unreadable,
+    verdict_finding,
+)
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.copies import on_host
 from sigmascope.probes.reading import attempt
@@ -32,6 +47,7 @@ from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.units import counted, first_few
 
 Change = LoraFactors | WeightChange
+_BIAS: Final = ".bias"
 _MIN_SAME_COSINE: Final = 0.999
 """Tensors that differ only by scale and by rounding to bfloat16 or float16 have a larger cosine."""
 _PROBE_COUNT: Final = 4
@@ -130,8 +146,8 @@ class AppliedVerdict:
 
     @property
     def missing(self) -> tuple[AppliedModule, ...]:
-        """Modules that are not on the model."""
-        return tuple(module for module in self.modules if not module.is_there)
+        """Modules that are not on the model; whether those are that `is_unread` names is unknown."""
+        return _not_on_model(self.modules)
 
     @property
     def twice(self) -> tuple[AppliedModule, ...]:
@@ -206,7 +222,8 @@ def judge_applied(
                 placing = find()
                 known = _Places(placing.keys, placing.misfits, lambda: placing)
             equal = attempt(lambda: set(_equal_factors(file, known, by_key))).value or set()
-            modules = tuple(_applied_module(file, name, known, by_key, equal) for name in file.names)
+            names = [name for name in file.names if not is_of_no_bias(file, name, known.keys)]
+            modules = tuple(_applied_module(file, name, known, by_key, equal) for name in names)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return AppliedVerdict(path, error=error_text(error), findings=(unreadable(error),))
     return AppliedVerdict(path, modules, findings=applied_findings(modules))
@@ -253,13 +270,25 @@ class _Places:
 def _on_host(patches: Sequence[AppliedPatch]) -> Iterator[AppliedPatch]:
     """The patches with their tensors on the CPU, so that a device is not waited for once for each."""
     held = on_host(
-        {(number, name): part for number, patch in enumerate(patches) for name, part in patch.tensors.items()}
+        {
+            (number, name): part
+            for number, patch in enumerate(patches)
+            for name, part in _numbers(patch).items()
+        }
     )
     for number, patch in enumerate(patches):
-        if all(held[number, name] is part for name, part in patch.tensors.items()):
+        if all(held[number, name] is part for name, part in _numbers(patch).items()):
             yield patch
             continue
-        yield replace(patch, tensors={name: held[number, name] for name in patch.tensors})
+        tensors, stored = (
+            {name: held[number, name] for name in part} for part in (patch.tensors, patch.stored)
+        )
+        yield replace(patch, tensors=tensors, stored=stored)
+
+
+def _numbers(patch: AppliedPatch) -> Mapping[str, Tensor]:
+    """The tensors by which a patch is recognised."""
+    return patch.tensors or patch.stored
 
 
 _Equal = Set[tuple[str, int]]
@@ -334,11 +363,13 @@ def _applied_module(
     keys = placing.keys.get(name) or (() if misfit is None else (misfit.key,))
     if not keys:
         return AppliedModule(name, detail=ABSENCES["no_weight"])
-    candidates = [(key, patch) for key in keys for patch in patches.get(key, ())]
+    candidates = [(key, patch) for key in keys for patch in patches.get(_patched(lora, name, key), ())]
     if not candidates:
         return AppliedModule(name, detail=ABSENCES["no_change"].format(key=keys[0]))
     candidates = [
-        (key, patch) for key, patch in candidates if not any(held.is_meta for held in patch.tensors.values())
+        (key, patch)
+        for key, patch in candidates
+        if not any(held.is_meta for held in _numbers(patch).values())
     ]
     if not candidates:
         return AppliedModule(name, detail=ABSENCES["no_values"].format(key=keys[0]))
@@ -355,11 +386,18 @@ def _applied_module(
                 same.append(_Found(key, patch, change))
     except NonFiniteError:  # of a kind that is read whole
         return AppliedModule(name, detail=ABSENCES["not_finite"])
+    if not same and not any(_numbers(patch) for _, patch in candidates):
+        return AppliedModule(name, detail=ABSENCES["unread"].format(key=keys[0]))
     if not same:
         others = {patch.source for _, patch in candidates if patch.source is not None}
         sources = f" of {', '.join(sorted(others))}" if others else ""
         return AppliedModule(name, detail=ABSENCES["others"].format(key=keys[0], sources=sources))
     return _there(name, same)
+
+
+def _patched(lora: LoraFile, name: str, key: str) -> str:
+    """The weight that has the change; of (IA)³ on a bias its layer's, since PEFT scales a layer's outputs with both."""
+    return key.removesuffix(_BIAS) + WEIGHT if key.endswith(_BIAS) and lora.kind_of(name) == "ia3" else key
 
 
 def _scale_of(lora: LoraFile, name: str) -> float:
@@ -429,9 +467,9 @@ def is_same(change: Change, patch: AppliedPatch) -> bool:
         if "mid" in patch.tensors:
             return False
         return _same_product(change, patch)
-    own = tensors_of(change)
-    shared = own.keys() & patch.tensors.keys()
-    return bool(shared) and all(_same_numbers(own[name], patch.tensors[name]) for name in shared)
+    own, held = tensors_of(change), _numbers(patch)
+    shared = own.keys() & held.keys()
+    return bool(shared) and all(_same_numbers(own[name], held[name]) for name in shared)
 
 
 def tensors_of(change: Change) -> Mapping[str, Tensor]:
@@ -524,8 +562,12 @@ def applied_findings(modules: Sequence[AppliedModule]) -> tuple[Finding, ...]:
     return (*_missing(modules), *_idle(modules), *_twice(modules))
 
 
+def _not_on_model(modules: Sequence[AppliedModule]) -> tuple[AppliedModule, ...]:
+    return tuple(module for module in modules if not module.is_there and not is_unread(module.detail))
+
+
 def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
-    missing = [module for module in modules if not module.is_there]
+    missing = _not_on_model(modules)
     if not missing:
         return
     details = (module.detail or "" for module in missing)

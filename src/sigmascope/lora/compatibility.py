@@ -227,7 +227,7 @@ def _module_verdicts(
     file, undescribed = (None, {}) if base is None else (base.path, base.undescribed)
     placing, family = place(lora, shapes, path=file), file_family(lora)
     reasons = MismatchReasons(lora, placing, family, incomplete_base(shapes, file), undescribed)
-    names = [name for name in lora.names if not _is_of_no_bias(lora, name, placing)]
+    names = [name for name in lora.names if not is_of_no_bias(lora, name, placing.keys)]
     modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in names)
     if values:
         stated = _Stated(lora, {*keys})
@@ -248,13 +248,13 @@ def _module_verdicts(
     return replace(verdict, findings=verdict_findings(verdict, keys))
 
 
-def _is_of_no_bias(lora: LoraFile, name: str, placing: "Placement") -> bool:
+def is_of_no_bias(lora: LoraFile, name: str, placed: Collection[str]) -> bool:
     """Whether it scales the bias of a layer that has none, as (IA)³ does beside the layer's weight."""
     return (
         name.endswith(_BIAS)
         and lora.kind_of(name) == "ia3"
-        and name not in placing.keys
-        and name.removesuffix(_BIAS) in placing.keys
+        and name not in placed
+        and name.removesuffix(_BIAS) in placed
     )
 
 

@@ -571,6 +571,7 @@ ABSENCES: Final = {
     "no_change": "no LoRA is applied to {key}",
     "no_values": "the LoRA on {key} has no values",
     "not_finite": "it holds NaN or Inf, so whether it is there is unknown",
+    "unread": "{key} has a change that cannot be read, so whether it is the file's is unknown",
     "others": "{key} has only other changes{sources}",
 }
 """Why a module of a file is not on a model, for `lora_not_loaded` and the detail of the module."""
@@ -579,6 +580,11 @@ ABSENCES: Final = {
 def is_without_values(detail: str | None) -> bool:
     """Whether that is why a module is not on a model, though the model has a change for it."""
     return detail is not None and detail.endswith(ABSENCES["no_values"].partition("{key}")[2])
+
+
+def is_unread(detail: str | None) -> bool:
+    """Whether a module may be on a model, in a change that nothing reads."""
+    return detail is not None and detail.endswith(ABSENCES["unread"].partition("{key}")[2])
 
 
 def verdict_finding(id: str, evidence: dict[str, JsonScalar] | None = None, **figures: object) -> Finding:

@@ -276,6 +276,13 @@ def adapter_states(layer: object) -> AdapterStates:
     )
 
 
+def stored_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """An adapter's tensors in a layer, as PEFT's files name them."""
+    names = _held(layer, "adapter_layer_names")
+    found = {str(name): _factor_of(layer, str(name), adapter) for name in names or ()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
 def adapters_of(layer: nn.Module) -> list[str]:
     """The names of the adapters that a layer has."""
     names = _held(layer, "adapter_layer_names")
@@ -355,6 +362,7 @@ def _applied(
         alpha=scales.alpha,
         scale=scales.scale,
         tensors=change.tensors,
+        stored={} if change.tensors else stored_tensors(layer, adapter),
         host_names=change.host_names,
         weight_shape=shape,
         unavailable=unavailable,

@@ -45,6 +45,7 @@ from sigmascope.units import counted, first_few
 
 STAGE: Final = "lora_application"
 _ABOUT_NAMES: Final = {id for id, row in VERDICTS.items() if row.about_names} | {"lora_controlnet"}
+_ABOUT_LOADERS: Final = _ABOUT_NAMES | {id for id, row in VERDICTS.items() if row.leaves_all_out}
 """Those that no longer matter where every module was found on the model."""
 _WIDENED_ON_PURPOSE: Final = "x_embedder"
 """The layer that takes the latent, which diffusers widens for a control LoRA: it takes the control picture too."""
@@ -113,6 +114,11 @@ def application_findings(
     for name, weights, patches in models:
         findings += [*on_patches(name, patches), *on_weights(name, weights)]
     known = {finding.id for finding in findings}
+    if effective.value:  # another reader took what ours does not read
+        of_file = [
+            replace(finding, severity="info") if finding.id == "lora_unreadable" else finding
+            for finding in of_file
+        ]
     if "lora_not_finite" in known:  # what it was merged into holds NaN too
         findings = [finding for finding in findings if finding.id != "weights_not_finite"]
     named = [_named(finding, models, before) for finding in of_file]
@@ -159,13 +165,13 @@ def file_findings(
         host: `diffusers` or `comfyui`.
         by_pipeline: Whether it is known that a pipeline loaded it, and not a model by itself.
     """
-    complete = applied is not None and applied.complete
+    complete = applied is not None and bool(applied.there) and not applied.missing
     on_model = () if applied is None else applied.findings
     left_out = any(finding.id == "lora_part_left_out" for finding in on_model)
     of_file: list[Finding] = []
     for finding in () if verdict is None else verdict.findings:
         is_said = left_out and finding.id == "lora_text_encoder_missing"
-        is_solved = complete and (finding.id in _ABOUT_NAMES or _is_of_control(finding))
+        is_solved = complete and (finding.id in _ABOUT_LOADERS or _is_of_control(finding))
         row = VERDICTS.get(finding.id)
         is_of_other_loader = row is not None and (
             row.host not in (None, host) or (row.of_model and by_pipeline)
