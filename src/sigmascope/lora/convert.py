@@ -487,6 +487,14 @@ class _Factors:
                         hint="Give the model: --model.",
                     )
                 shapes[name] = (out, inner // side**2, side, side)
+        kinds = {name: named.lora.kind_of(name) for name in named.layers if named.key_in_base(name) is None}
+        waiting = next((name for name, kind in kinds.items() if kind in NEEDS_BASE), None)
+        if not shapes and waiting is not None and not format.keys.holds_changes:
+            raise ConfigError(
+                f"--rank has no effect without the model: {waiting} has a change ({kinds[waiting]}) that depends on the "
+                "model's weights.",
+                hint="Give the model too: --model MODEL.",
+            )
         if not shapes:
             raise ConfigError(
                 "--rank has no effect: the file holds no LoHa, LoKr or whole difference of a weight."

@@ -741,7 +741,10 @@ def kind_unread(endings: Collection[str]) -> Finding:
         endings: Of its modules, all of them among `IN_NO_HOST`.
     """
     kinds = [IN_NO_HOST[ending] for ending in sorted(endings)]
-    return verdict_finding("lora_kind_unread", {"kinds": ", ".join(kinds)}, kinds=" and ".join(kinds))
+    drop = " --drop_unsupported (which leaves out changes of biases)" if "ia3" in endings else ""
+    return verdict_finding(
+        "lora_kind_unread", {"kinds": ", ".join(kinds)}, kinds=" and ".join(kinds), drop=drop
+    )
 
 
 _HEADER_ALPHAS: Final = ("alpha", "lora_alpha", "network_alpha", "ss_network_alpha")

@@ -540,7 +540,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_kind_unread": VerdictRow(
         "warning",
         "The file holds {kinds}, which neither diffusers nor ComfyUI applies.",
-        "Convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32 --model MODEL.",
+        "Convert it to plain factors: sigmascope lora convert FILE NEW --format peft --rank 32 --model MODEL{drop}.",
         leaves_all_out=True,
     ),
     "lora_comfyui_loses_attention": _of_loader(

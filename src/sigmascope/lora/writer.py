@@ -70,6 +70,7 @@ _KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
 _METADATA_ROOM_BYTES: Final = 2048  # for header fields that are known only at the end
 _MAX_ENTRY_BYTES: Final = 200  # of a header entry, without the layer's name
 _BIAS: Final = ".bias"
+_OTHER_FORMAT: Final = "Write kohya's or ComfyUI's format, or leave such changes out: --drop_unsupported."
 
 _LYCORIS_KINDS: Final = frozenset({"loha", "lokr", "tucker", "dora", "oft", "boft", "glora"})
 
@@ -299,7 +300,7 @@ class LoraWriter:
             self.write(name, change.factors())
             return
         if not isinstance(change, Adapter | DoraChange) or not holds(self.format, change, name):
-            hint = "Write kohya's or ComfyUI's format, or leave such changes out."
+            hint = _OTHER_FORMAT
             if isinstance(change, DiffChange | SetChange) and len(change.weight_shape) > 1:
                 hint = (
                     "Make plain factors of it: sigmascope lora convert --rank 32, with the model (--model) if it is a whole weight. "
@@ -307,8 +308,9 @@ class LoraWriter:
                 )
             if not isinstance(change, Adapter | DoraChange) or isinstance(change, BaseChange):
                 hint = (
-                    "Give the model that it is for, which makes factors or a whole difference of it: "
-                    "sigmascope lora convert --model."
+                    "Give the model that it is for, which makes a whole difference of it: --model MODEL."
+                    if self.format.keys.holds_changes
+                    else "Make plain factors of it, with the model that it is for: --rank 32 --model MODEL."
                 )
             raise LoraFormatError(
                 f"{name}: {self.format.name} files cannot hold such a change ({change.kind}).", hint=hint
@@ -366,7 +368,7 @@ class LoraWriter:
         if keys.up_bias is not None and name != layer and module not in self._ranks:
             raise LoraFormatError(
                 f"{name}: {self.format.name} files can hold a bias's change only beside factors of its layer.",
-                hint="Write kohya's or ComfyUI's format, or leave such changes out.",
+                hint=_OTHER_FORMAT,
             )
         tensors = _change_tensors(change, keys, is_bias=name != layer)
         self._write_tensors(

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.errors import LoraFormatError
+from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.convert import convert_lora
@@ -360,3 +360,38 @@ def test_without_the_model_peft_rotations_are_not_written_where_no_host_reads_th
         convert_lora(tmp_path / "lora.safetensors", tmp_path / "new.safetensors", "kohya", family="sdxl")
     assert "--model" in (raised.value.hint or "")
     assert not (tmp_path / "new.safetensors").exists()
+
+
+def test_a_rank_without_the_model_that_a_rotation_needs_says_so(tmp_path: Path) -> None:
+    save_file({"unet.time_embedding.linear_1.oft_R.weight": torch.ones(2, 6)}, tmp_path / "lora.safetensors")
+    with pytest.raises(ConfigError, match="depends on the model's weights") as raised:
+        convert_lora(
+            tmp_path / "lora.safetensors", tmp_path / "new.safetensors", "peft", family="sdxl", rank=4
+        )
+    assert raised.value.hint == "Give the model too: --model MODEL."
+    with pytest.raises(LoraFormatError, match="peft files cannot hold") as without:
+        convert_lora(tmp_path / "lora.safetensors", tmp_path / "new.safetensors", "peft", family="sdxl")
+    assert "--rank 32 --model MODEL" in (without.value.hint or "")
+
+
+def test_the_advice_for_a_kind_that_scales_biases_converts_it(tmp_path: Path) -> None:
+    net = Net("ia3")
+    save_file(
+        {key: tensor.clone() for key, tensor in net.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text('{"_diffusers_version": "0.42"}')
+    model: Any = get_peft_model(net, BY_PEFT["ia3"])
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        parameter.data = torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "lora")
+    source = tmp_path / "lora" / "adapter_model.safetensors"
+    found = judge_lora(
+        source, {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
+    ).findings
+    advice = next(one.advice for one in found if one.id == "lora_kind_unread") or ""
+    given: dict[str, Any] = {"model": tmp_path / "model.safetensors", "rank": 32}
+    with pytest.raises(LoraFormatError, match="a bias's change") as raised:
+        convert_lora(source, tmp_path / "new.safetensors", "peft", **given)
+    assert "--drop_unsupported" in (raised.value.hint or "")
+    assert "--drop_unsupported" in advice
+    convert_lora(source, tmp_path / "new.safetensors", "peft", **given, drop_unsupported=True)
