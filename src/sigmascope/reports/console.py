@@ -6,6 +6,7 @@ do.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
@@ -103,17 +104,23 @@ def _short_findings(findings: Sequence[Finding], verdict: str) -> Iterator[Text]
     """Each finding, but for those of which all is told by the verdict and the findings before."""
     told, advised = verdict, set[str | None]()
     for finding in findings:
-        if finding.message not in told or finding.advice not in advised:
-            yield _short_finding(finding, told)
+        is_told, is_advised = _is_in(finding.message, told), finding.advice in advised
+        if not is_told or not is_advised:
+            yield _short_finding(replace(finding, advice=None) if is_advised else finding, told)
         told += f"\n{finding.message}"
         advised.add(finding.advice)
+
+
+def _is_in(message: str, told: str) -> bool:
+    """Whether something was told already, perhaps after a colon, where it begins with a small letter."""
+    return message in told or message[:1].lower() + message[1:] in told
 
 
 def _short_finding(finding: Finding, verdict: str) -> Text:
     """What was seen, unless the verdict says it, and what to do."""
     text = Text.assemble((finding.severity, SEVERITY_STYLE.get(finding.severity, "")), " ")
     callback = finding.evidence.get("callback")
-    is_told = finding.message in verdict or (isinstance(callback, str) and callback in verdict)
+    is_told = _is_in(finding.message, verdict) or (isinstance(callback, str) and callback in verdict)
     lines = [*([] if is_told else [finding.message]), *([finding.advice] if finding.advice else [])]
     return text.append("\n  ".join(lines or [finding.message]))
 

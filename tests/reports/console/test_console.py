@@ -198,6 +198,15 @@ def test_a_finding_that_the_verdict_tells_with_the_same_advice_is_not_repeated()
     assert [summary.count(text) for text in ("another model", "Use its own.", "Pass it.")] == [1, 1, 1]
 
 
+def test_no_advice_stands_twice_in_the_summary_and_no_reason_that_follows_a_colon() -> None:
+    whole = Finding("lora_not_loaded", "critical", "Nothing is there: the file holds HRA.", {}, "Convert it.")
+    kind = Finding("lora_kind_unread", "warning", "The file holds HRA.", {}, "Convert it.")
+    also = Finding("lora_other_shape", "error", "Another shape.", {}, "Convert it.")
+    summary = printed(replace(run_of(Stage("a", 0.0, 1.0)), findings=(whole, kind, also)), full=False)
+    told = [summary.count(text) for text in ("file holds HRA", "Convert it.", "Another shape.")]
+    assert told == [1, 1, 1]
+
+
 def test_an_error_of_many_lines_is_cut_in_the_verdict_and_whole_in_full() -> None:
     lines = [f"size mismatch for block.{number}.weight" for number in range(150)]
     error = "\n\t".join(["RuntimeError: Error(s) in loading state_dict for UNet:", *lines])
