@@ -127,7 +127,10 @@ def _cause(wait: _Wait, others: float | None, children: float) -> tuple[str, str
         )
     if others is None or others > BUSY:
         share = "" if others is None else f", which used {100 * others:.0f} % of the processors"
-        return f"other programs{share}", "Its times tell of a busy machine: measure again when it is idle."
+        return (
+            f"other programs{share}",
+            "The times are those of a busy machine: measure again when it is idle.",
+        )
     return (
         "its own threads held each other back, no other program did",
         "Use no more threads than there are processors (torch.set_num_threads, OMP_NUM_THREADS; workers of data loaders).",
