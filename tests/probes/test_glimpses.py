@@ -55,6 +55,18 @@ def test_values_that_do_not_change_are_never_taken_for_others() -> None:
     assert not Glimpses([]).has_changed()
 
 
+def test_a_write_is_seen_beside_weights_of_a_dtype_that_cannot_be_copied() -> None:
+    own = weights(4)
+    packed = torch.empty(16, dtype=torch.uint4)
+    with pytest.raises(RuntimeError):
+        packed[::2].contiguous()
+    glimpses = Glimpses([packed, *own])
+    assert not glimpses.has_changed()
+    for weight in own:
+        weight.data.zero_()
+    assert glimpses.has_changed()
+
+
 def test_no_weight_is_kept_alive() -> None:
     own = weights(2)
     first, memory = weakref.ref(own[0]), weakref.ref(own[0].untyped_storage())

@@ -6,6 +6,7 @@ hand. To read all weights at each call would take long; of a change to all layer
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Final
@@ -89,9 +90,12 @@ def _begin(tensors: Iterable[tuple[int, Tensor]]) -> Pending[_Seen]:
             parts.append(taken)
         copies: list[tuple[list[int], list[int], HostCopy]] = []
         for (device, _), (places, parts) in groups.items():
-            if not is_capturing(device.type):
-                ends = [*accumulate(part.nbytes for part in parts)]
-                copies.append((places, ends, copy_to_host(torch.cat(parts).view(torch.uint8))))
+            with suppress(
+                *PROBE_ERRORS
+            ):  # of a dtype that PyTorch cannot copy, such as uint4, nothing is looked at
+                if not is_capturing(device.type):
+                    ends = [*accumulate(part.nbytes for part in parts)]
+                    copies.append((places, ends, copy_to_host(torch.cat(parts).view(torch.uint8))))
 
     def seen() -> _Seen:
         found: dict[int, bytes] = {}
