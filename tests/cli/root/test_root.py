@@ -166,6 +166,20 @@ def test_ctrl_c_in_an_import_that_swallows_it_stops_the_command_after_it(
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_a_command_s_time_limit_by_an_alarm_stays() -> None:
+    code = """if True:
+        import signal, time
+        from sigmascope.cli.groups import stopping_after_torch
+        signal.alarm(1)
+        with stopping_after_torch():
+            pass
+        time.sleep(20)
+    """
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert done.returncode == -signal.SIGALRM
+
+
 def test_commands_that_import_torch_wait_for_it() -> None:
     heard: list[bool] = []
     group = commands_on_demand({}, imports_torch=True)(name="lora", invoke_without_command=True)
