@@ -56,6 +56,15 @@ def test_loras_that_ended_without_effect_are_the_first_sentence(stages: tuple[St
     assert acting_lora(run) is None
 
 
+def test_one_that_may_be_fused_leaves_it_open_though_the_others_are_off() -> None:
+    fused = {"id": "lora_fused_before", "severity": "info", "message": "a is listed as fused"}
+    off = {**ZEROS, "id": "lora_disabled"}
+    run = run_of(looked_at(off, unet__b=OFF), looked_at(off, fused, unet__b=OFF))
+    assert idle_lora(run) is None
+    assert standing(run) == ("unknown", fused["message"], None)
+    assert idle_lora(run_of(looked_at(off, unet__b=OFF))) == off["message"]
+
+
 @pytest.mark.parametrize(
     "stages",
     [

@@ -103,8 +103,12 @@ def _open_change(run: Run) -> str | None:
 def _fused_before(run: Run) -> str | None:
     """That nobody knows whether a LoRA acts which the pipeline of the last call lists as fused."""
     calls = [stage for stage in run.walk() if RECIPE in stage.facts]
-    told = idle_in_call(calls[-1]) if calls else []
-    return next((str(one["message"]) for one in told if one.get("id") == _FUSED_BEFORE), None)
+    told = _lists_fused(calls[-1]) if calls else None
+    return None if told is None else str(told["message"])
+
+
+def _lists_fused(call: Stage) -> Mapping[str, Any] | None:
+    return next((one for one in idle_in_call(call) if one.get("id") == _FUSED_BEFORE), None)
 
 
 def idle_lora(run: Run) -> str | None:
@@ -165,6 +169,8 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
         elif merged_at and _cause(idle_in_call(stage)).get("id") == MERGED_AT_ZERO:
             if not any(merged_at):
                 idle, is_over = _at_zero(_cause(idle_in_call(stage))), True
+        elif _lists_fused(stage):
+            idle, is_over = {}, True  # another one, whose layers are gone, may act
         elif idle_in_call(stage):
             idle, is_over = _cause(idle_in_call(stage)), True
             idle = new if new and idle.get("id") == IS_ZERO else idle
