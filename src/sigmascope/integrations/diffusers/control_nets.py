@@ -85,15 +85,9 @@ def begin_mute_nets(models: Mapping[str, nn.Module], components: Collection[str]
     )
 
 
-def without_last_layers(patches: "Collection[AppliedPatch]", nets: Collection[str]) -> frozenset[str]:
-    """Those of the ControlNets that none of these changes makes give something: it is on their last layers."""
-    by_name = sorted(nets, key=len, reverse=True)
-    opened = {
-        net
-        for patch in patches
-        if (net := net_of(patch.key, by_name)) is not None and _is_last(patch.key.removeprefix(f"{net}."))
-    }
-    return frozenset(nets) - opened
+def on_last_layers(patches: "Collection[AppliedPatch]", net: str) -> "list[AppliedPatch]":
+    """Those of the changes of a ControlNet that are on the layers which it gives all its output through."""
+    return [patch for patch in patches if _is_last(patch.key.removeprefix(f"{net}."))]
 
 
 def _is_last(weight: str) -> bool:

@@ -23,7 +23,7 @@ from sigmascope.integrations.diffusers.control_nets import (
     CONTROL,
     begin_mute_nets,
     net_of,
-    without_last_layers,
+    on_last_layers,
 )
 from sigmascope.integrations.diffusers.recipe import (
     Content,
@@ -541,6 +541,8 @@ def _begin_idle_at_work(
         if patch.key.startswith(CONTROL):
             by_net.setdefault(_net_in(patch.key), []).append(patch)
     of_nets = {net: begin_all_idle(ModelPatches(tuple(own))) for net, own in by_net.items()}
+    on_last = {net: on_last_layers(own, net) for net, own in by_net.items()}
+    of_last = {net: begin_all_idle(ModelPatches(tuple(own))) for net, own in on_last.items() if own}
     on_nets = {id(patch) for own in by_net.values() for patch in own}
     others = [patch for patch in patches if id(patch) not in to_zero.keys() | on_nets]
     has_others = any(patch.state in _AT_WORK for patch in others)
@@ -550,17 +552,18 @@ def _begin_idle_at_work(
     is_spoilt = begin_spoilt(acting)
 
     def tell() -> "list[IdleChange]":
-        are_mute = without_last_layers(left, mute.result())
-        parts = [
-            [_of_mute(patch, net) for patch in own] if net in are_mute else of_nets[net].result()
-            for net, own in by_net.items()
-        ]
+        parts = [of_nets[net].result() for net in by_net]
+        for place, (net, own) in enumerate(by_net.items()):
+            idle = of_last[net].result() if net in of_last else []
+            if net in mute.result() and (idle or not on_last[net]):
+                known = {id(patch) for patch in on_last[net]}
+                parts[place] = [*idle, *(_of_mute(patch, net) for patch in own if id(patch) not in known)]
         parts += [of_others.result()] if has_others else []
         if is_spoilt.result() or not all(parts):
             return []
         return [*to_zero.values(), *(change for part in parts for change in part)]
 
-    return Pending(tell, [is_spoilt, mute, of_others, *of_nets.values()])
+    return Pending(tell, [is_spoilt, mute, of_others, *of_nets.values(), *of_last.values()])
 
 
 def _net_in(key: str) -> str:

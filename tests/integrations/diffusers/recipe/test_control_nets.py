@@ -58,6 +58,22 @@ def test_a_lora_on_a_controlnet_acts_if_the_layers_that_it_ends_in_are_not_zero(
         assert said is None or "it is on controlnet, whose last layers are all zero" in said
 
 
+@pytest.mark.parametrize("second", [True, False], ids=["of zeros", "of values"])
+def test_a_change_of_zeros_on_the_last_layers_leaves_a_controlnet_of_zeros_so(second: bool) -> None:
+    pipeline, call = controlnet()
+    bare = picture(pipeline, call)
+    net = pipeline.controlnet
+    net.add_adapter(LoraConfig(**LORA, target_modules=["to_q"]), "a")
+    net.add_adapter(LoraConfig(r=2, init_lora_weights=second, target_modules=["controlnet_mid_block"]), "b")
+    net.set_adapters(["a", "b"])
+    with sigmascope.watch(pipeline) as watching:
+        moved = not torch.equal(picture(pipeline, call), bare)
+    run = watching.record()
+    assert moved is not second
+    assert (acting_lora(run) is not None) is moved
+    assert (idle_lora(run) is None) is moved
+
+
 def test_a_lora_with_nan_on_a_controlnet_of_zeros_is_not_said_to_do_nothing() -> None:
     pipeline, call = controlnet()
     pipeline.controlnet.add_adapter(LoraConfig(**LORA, target_modules=["to_q"]), "a")
