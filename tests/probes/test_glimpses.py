@@ -57,7 +57,7 @@ def test_values_that_do_not_change_are_never_taken_for_others() -> None:
 
 def test_a_write_is_seen_beside_weights_of_a_dtype_that_cannot_be_copied() -> None:
     own = weights(4)
-    packed = torch.empty(16, dtype=torch.uint4)
+    packed = torch.empty(16, dtype=vars(torch)["uint4"])
     with pytest.raises(RuntimeError):
         packed[::2].contiguous()
     glimpses = Glimpses([packed, *own])
