@@ -181,7 +181,7 @@ class Host:
 
         def get_area_and_mult(conds: Any, x_in: Any, timestep_in: Any) -> Any:
             """What of a latent a conditioning is for, and its weight there; None: it is not for this step."""
-            if conds.get("is_over"):
+            if conds.get("is_over") or timestep_in >= conds.get("timestep_end", 1000):
                 return None
             mult = conds.get("mask", 1.0) * conds.get("strength", 1.0) * torch.ones_like(x_in)
             return Area(mult, conds.get("hooks"))
@@ -193,6 +193,28 @@ class Host:
             for conds in (cond, uncond):
                 for one in conds:
                     self.module("comfy.samplers").get_area_and_mult(one, x, timestep)
+
+        class CFGGuider:
+            """Samples by a model's conditionings, a step after another."""
+
+            def __init__(self, model: Any, conds: Any, cfg: float, model_options: Any = None) -> None:
+                self.model, self.conds, self.cfg = model, conds, cfg
+                self.model_options = model_options or {}
+
+            def inner_sample(self, steps: int, sampler: Any = None, denoise_mask: Any = None) -> None:
+                for step in range(steps):
+                    self.outer_predict_noise(torch.zeros(4), step)
+
+            def outer_predict_noise(self, x: Any, timestep: Any) -> None:
+                self.predict_noise(x, timestep)
+
+            def predict_noise(self, x: Any, timestep: Any) -> None:
+                conds, options = self.conds, self.model_options
+                samplers = host.module("comfy.samplers")
+                negative = [] if self.cfg == 1 else conds["negative"]
+                samplers.sampling_function(
+                    self.model, x, timestep, negative, conds["positive"], self.cfg, model_options=options
+                )
 
         def load_models_gpu(models: Any, memory_required: int = 0) -> None: ...
 
@@ -257,7 +279,8 @@ class Host:
         self._set("comfy.lora", load_lora=load_lora)
         self._set("comfy.model_management", load_models_gpu=load_models_gpu, current_loaded_models=[])
         self._set("comfy.model_patcher", ModelPatcher=ModelPatcher)
-        self._set("comfy.samplers", get_area_and_mult=get_area_and_mult, sampling_function=sampling_function)
+        functions = {"get_area_and_mult": get_area_and_mult, "sampling_function": sampling_function}
+        self._set("comfy.samplers", CFGGuider=CFGGuider, **functions)
         self._set("comfy.sd", VAE=VAE)
         self._set(
             "execution", PromptExecutor=PromptExecutor, execute=execute, get_output_data=get_output_data

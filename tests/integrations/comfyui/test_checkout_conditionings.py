@@ -87,6 +87,35 @@ def merge(*steps: tuple[str, str, str, dict[str, Any]], more: Nodes | None = Non
     return nodes
 
 
+def taken_out_of_one() -> Graph:
+    """A hook on both conditionings, and one against it on the positive one."""
+    nodes = hooked(0.8, plain=False)
+    given = {"lora_name": "good.safetensors", "strength_model": -0.8, "strength_clip": 0.0}
+    nodes["25"] = made("CreateHookLora", **given)
+    nodes["26"] = made("CombineHooks2", hooks_A=["20", 0], hooks_B=["25", 0])
+    nodes["21"]["inputs"]["hooks"] = ["26", 0]
+    return nodes
+
+
+def noise_masked(sampler: str = "euler") -> Graph:
+    nodes = base()
+    nodes["30"] = made("SolidMask", value=0.0, width=64, height=64)
+    nodes["31"] = made("SetLatentNoiseMask", samples=["5", 0], mask=["30", 0])
+    nodes["6"]["inputs"] |= {"latent_image": ["31", 0], "sampler_name": sampler}
+    return nodes
+
+
+def until_half(sampler: str) -> Graph:
+    """No conditioning is there for the last steps."""
+    nodes = base()
+    for name, side in (("21", "positive"), ("22", "negative")):
+        given = {"conditioning": nodes["6"]["inputs"][side], "start": 0.0, "end": 0.5}
+        nodes[name] = made("ConditioningSetTimestepRange", **given)
+        nodes["6"]["inputs"][side] = [name, 0]
+    nodes["6"]["inputs"]["sampler_name"] = sampler
+    return nodes
+
+
 SUBTRACT, NEGATIVE = {"multiplier": 1.0}, {"9": lora_loader("1", "good", -0.8)}
 
 
@@ -112,6 +141,14 @@ SUBTRACT, NEGATIVE = {"multiplier": 1.0}, {"9": lora_loader("1", "good", -0.8)}
         pytest.param(
             text(lambda _: made("ConditioningZeroOut", conditioning=["3", 0]), "3", cfg=0.0), {"2": False}, id="cfg 0"
         ),
+        pytest.param(
+            text(lambda _: made("PreviewAny", source=["3", 0]), "3", cfg=0.0, sampler_name="euler_cfg_pp"), {"2": None},
+            id="cfg 0 by a sampler that takes both conditionings itself",
+        ),
+        pytest.param(noise_masked(), {"2": False}, id="noise mask of zeros"),
+        pytest.param(noise_masked("euler_cfg_pp"), {"2": None}, id="by a sampler that takes more than it leaves"),
+        pytest.param(until_half("euler_ancestral"), {"2": None}, id="no conditioning in the last step"),
+        pytest.param(taken_out_of_one(), {"20": True, "25": True}, id="hook against another on one conditioning"),
         pytest.param(text(lambda _: made("PreviewAny", source=["3", 0]), "40"), {"2": False}, id="to no sampler"),
         pytest.param(
             merge(("ModelMergeSubtract", "2", "2", SUBTRACT), ("ModelMergeAdd", "1", "10", {})), {"2": False},
@@ -128,7 +165,7 @@ SUBTRACT, NEGATIVE = {"multiplier": 1.0}, {"9": lora_loader("1", "good", -0.8)}
     ],
 )  # fmt: skip
 def test_a_lora_is_said_to_act_where_the_latent_is_another_one_without_it(
-    server: Server, nodes: Graph, acts: dict[str, bool]
+    server: Server, nodes: Graph, acts: dict[str, bool | None]
 ) -> None:
     """A latent that rounding alone moved counts as the one without the LoRA."""
     told = verdicts_of(server.run(latent_of(nodes)))

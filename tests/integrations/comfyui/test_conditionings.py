@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,32 @@ from sigmascope.integrations.comfyui.models_in_use import _cancelled_in
 
 Graph = dict[str, dict[str, Any]]
 MASK = torch.tensor([0.0, 1.0, 1.0, 1.0])
+
+
+class Taken(NamedTuple):
+    """What a model takes of a text."""
+
+    cond: torch.Tensor
+
+
+class KSAMPLER:
+    """A sampler of ComfyUI's own, by the name of its function."""
+
+    def __init__(self, function: str) -> None:
+        self.sampler_function = lambda: None
+        self.sampler_function.__name__ = function
+
+
+def own_guider(samplers: Any) -> Any:
+    """A guider with a formula of its own, such as `DualCFGGuider`."""
+
+    class Guider(samplers.CFGGuider):  # type: ignore[misc]
+        def predict_noise(self, x: Any, timestep: Any) -> None:
+            for side in self.conds.values():
+                for one in side:
+                    samplers.get_area_and_mult(one, x, timestep)
+
+    return Guider
 
 
 @pytest.fixture
@@ -60,6 +86,13 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         management.load_models_gpu([clip])
         return ([[torch.ones(1, 2, 8), {"pooled_output": torch.ones(1, 8)}]],)
 
+    def encode_and_zero(clip: Any, text: str) -> Any:
+        inner = {
+            "a": node("Encode", clip=clip, text=text),
+            "b": node("Zero", c=["4.0.0.a", 0]),
+        }
+        return {"expand": inner, "last": "b"}
+
     def with_values(c: Any, **values: Any) -> Any:
         return ([[text, {**more, **values}] for text, more in c],)
 
@@ -79,16 +112,22 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         latent_image: Any,
         cfg: float = 5.0,
         steps: int = 2,
-        **_: Any,
+        noise_mask: torch.Tensor | None = None,
+        function: str = "sample_euler",
+        guider: str = "CFGGuider",
+        **options: Any,
     ) -> Any:
         management.load_models_gpu([model])
         conds = [
-            [{**more, "cross_attn": text, "uuid": next(marks)} for text, more in one]
+            [
+                {**more, "cross_attn": text, "uuid": next(marks), "model_conds": {"c_crossattn": Taken(text)}}
+                for text, more in one
+            ]
             for one in (positive, negative)
         ]
-        conds[0] += [
-            dict(one) for one in conds[1] if "area" in one
-        ]  # as ComfyUI copies them for the other side
+        for side, other in (conds, conds[::-1]):  # as ComfyUI copies them for the other side
+            copied = [one for one in other if "area" in one and "is_copy" not in one]
+            side += [{**one, "is_copy": True, "model_conds": side[0]["model_conds"]} for one in copied]
         groups = {id(one["hooks"]): one["hooks"] for side in conds for one in side if "hooks" in one}
         model.hook_patches = {
             hook.hook_ref: {Q: [hook.entry]} for group in groups.values() for hook in group.hooks
@@ -97,10 +136,11 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
             model.register_all_hook_patches(group, {})
             combined = {Q: [(hook.strength * hook.entry[0], hook.entry[1]) for hook in group.hooks]}
             model.patch_hook_weight_to_device(group, combined, Q)
-        for _step in range(steps):
-            samplers.sampling_function(
-                model, torch.zeros(4), None, [] if cfg == 1 else conds[1], conds[0], cfg, model_options={}
-            )
+        known = {name: value for name, value in options.items() if name.endswith("_function")}
+        kinds = {"CFGGuider": samplers.CFGGuider, "Own": own_guider(samplers)}
+        kinds[guider](
+            model, dict(zip(("positive", "negative"), conds, strict=True)), cfg, known
+        ).inner_sample(steps, KSAMPLER(function), denoise_mask=noise_mask)
         for key, (weight, _) in model.hook_backup.items():
             model.model.get_parameter(key).data.copy_(weight)
         model.hook_backup, model.hook_patches = {}, {}
@@ -117,6 +157,8 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         "Lora": Node(("MODEL",), lambda model, **more: put_on(Q)(model, **more)),
         "TextLora": Node(("CLIP",), lambda clip, **more: put_on(CLIP_Q)(clip, **more)),
         "Encode": Node(("CONDITIONING",), encode),
+        "EncodeZeros": Node(("CONDITIONING",), lambda clip, text: zeroed(encode(clip, text)[0])),
+        "EncodeAndZero": Node(("CONDITIONING",), encode_and_zero),
         "Set": Node(("CONDITIONING",), with_values),
         "Mask": Node(("CONDITIONING",), lambda c, weight: with_values(c, mask=MASK * weight)),
         "Over": Node(("CONDITIONING",), lambda c: with_values(c, is_over=True)),
@@ -130,6 +172,7 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
                 [[torch.cat([conditioning_to[0][0], conditioning_from[0][0]], 1), {}]],
             ),
         ),
+        "Hooks": Node(("HOOKS",), lambda a, b: (HookGroup(*a.hooks, *b.hooks),)),
         "Hook": Node(("HOOKS",), make_hook),
         "Sampler": Node(("LATENT",), sample),
     }
@@ -208,7 +251,14 @@ OTHERS = {"conditioning_to": ["5", 0], "conditioning_from": C}
         ),
         pytest.param({"7": node("Pass", x=C)}, "5", {}, False, id="to no sampler"),
         pytest.param({}, "4", {"cfg": 0.0}, False, id="positive at cfg 0"),
+        pytest.param({}, "4", {"cfg": 0.0, "sampler_post_cfg_function": [len]}, None, id="positive at cfg 0, which a function may take"),
+        pytest.param({"7": node("Set", c=C, area=(8, 8, 0, 0))}, "7", {}, True, id="on an area"),
+        pytest.param({"7": node("Set", c=C, area=(8, 8, 0, 0))}, "7", {"cfg": 0.0}, None, id="on an area, at cfg 0"),
         pytest.param({"7": node("Set", c=C, strength=0.0, area=(8, 8, 0, 0))}, "7", {}, None, id="strength 0 on an area"),
+        pytest.param({}, "4", {"guider": "Own"}, True, id="a guider's own formula"),
+        pytest.param({}, "4", {"guider": "Own", "cfg": 0.0}, None, id="a guider's own formula, which may multiply with 0"),
+        pytest.param({}, "4", {"noise_mask": MASK}, True, id="a noise mask"),
+        pytest.param({}, "4", {"noise_mask": MASK * 0}, False, id="a noise mask of zeros"),
     ],
 )  # fmt: skip
 def test_a_lora_of_a_text_encoder_acts_as_far_as_a_step_counts_the_text(
@@ -234,6 +284,16 @@ def test_a_lora_of_the_negative_text_acts_as_far_as_cfg_takes_it(
     watch: Watch, sampling: Host, cfg: float, acts: bool
 ) -> None:
     assert verdict_of(watch().run(text_graph({}, "5", "4", cfg=cfg)))["effective"] is acts
+
+
+@pytest.mark.parametrize("kind", ["EncodeZeros", "EncodeAndZero"])
+def test_a_node_may_encode_a_text_and_give_zeros(watch: Watch, sampling: Host, kind: str) -> None:
+    """By itself, or by nodes that it expands into."""
+    nodes_of_graph = text_graph({}, "4")
+    nodes_of_graph["4"]["class_type"] = kind
+    verdict = verdict_of(watch().run(nodes_of_graph))
+    assert verdict["effective"] is False
+    assert "no step counted a text" in verdict["says"]
 
 
 def hook_graph(
@@ -302,6 +362,75 @@ def test_a_conditioning_of_which_cfg_leaves_out_a_copy_has_its_weight(watch: Wat
     nodes_of_graph = hook_graph(0.0, {"area": (8, 8, 0, 0)}, plain=0.8, cfg=0.0)
     nodes_of_graph["9"]["inputs"]["positive"] = ["5", 0]
     assert verdict_of(watch().run(nodes_of_graph))["effective"] is True
+
+
+UNSEEN = "may leave nothing of what was sampled with the denoiser"
+
+
+@pytest.mark.parametrize(
+    ("on", "settings", "acts", "says"),
+    [
+        pytest.param({}, {"noise_mask": MASK * 0}, False, "the noise mask of the latent is zeros in what was sampled", id="a noise mask of zeros"),
+        pytest.param(
+            {}, {"noise_mask": MASK * 0, "function": "sample_euler_cfg_pp"}, None, UNSEEN, id="beside which the sampler takes more"
+        ),
+        pytest.param(
+            {}, {"noise_mask": MASK * 0, "denoise_mask_function": len}, None, UNSEEN, id="that a function changes"
+        ),
+        pytest.param({"timestep_end": 1}, {}, None, UNSEEN, id="no conditioning in the last step"),
+        pytest.param({"timestep_end": 1}, {"guider": "Own"}, None, UNSEEN, id="nor by a guider's own formula"),
+        pytest.param({}, {"guider": "Own", "cfg": 0.0}, True, "1 of 1 module used", id="a formula that multiplies some with 0"),
+        pytest.param({"timestep_end": 2}, {}, True, "1 of 1 module used", id="one in the last step"),
+    ],
+)  # fmt: skip
+def test_a_lora_of_the_denoiser_acts_as_far_as_the_latent_is_what_was_sampled(
+    watch: Watch,
+    sampling: Host,
+    on: dict[str, Any],
+    settings: dict[str, Any],
+    acts: bool | None,
+    says: str,
+) -> None:
+    nodes_of_graph = hook_graph(0.0, on, plain=0.8)
+    nodes_of_graph["9"]["inputs"] |= settings
+    watched = watch()
+    verdict = verdict_of(watched.run(nodes_of_graph))
+    assert watched.off() == {}
+    assert verdict["effective"] is acts
+    assert says in verdict["says"]
+
+
+def test_it_is_open_whether_a_hook_acts_whose_conditioning_a_function_may_take(
+    watch: Watch, sampling: Host
+) -> None:
+    nodes_of_graph = hook_graph(1.0, negative=False, cfg=0.0)
+    nodes_of_graph["9"]["inputs"]["sampler_post_cfg_function"] = [len]
+    verdict = verdict_of(watch().run(nodes_of_graph), "7")
+    assert verdict["effective"] is None
+    assert "it is not seen whether any conditioning that it is on counts" in verdict["says"]
+
+
+@pytest.mark.parametrize(
+    ("both_on", "alone", "acts"),
+    [
+        pytest.param(["10"], {}, True, id="taken out of one conditioning"),
+        pytest.param(["10", "11"], {}, False, id="of each"),
+        pytest.param(["10"], {"strength": 0.0}, False, id="and of weight 0 in the other"),
+    ],
+)
+def test_a_hook_that_takes_another_out_of_one_conditioning_acts(
+    watch: Watch, sampling: Host, both_on: list[str], alone: dict[str, Any], acts: bool
+) -> None:
+    first, second = (
+        node("Hook", lora_name="unet.safetensors", strength_model=strength) for strength in (0.8, -0.8)
+    )
+    both = node("Hooks", a=["7", 0], b=["8", 0])
+    nodes_of_graph = {"7": first, "8": second, "12": both, **hook_graph(0.8)}
+    nodes_of_graph["11"]["inputs"] |= alone
+    for name in both_on:
+        nodes_of_graph[name]["inputs"]["hooks"] = ["12", 0]
+    run = watch().run(nodes_of_graph)
+    assert [verdict_of(run, name)["effective"] for name in ("7", "8")] == [acts, acts]
 
 
 LORA, SAME = lora_adapter(), lora_adapter()

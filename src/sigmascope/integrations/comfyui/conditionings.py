@@ -1,7 +1,8 @@
 """The instrument that sees with which conditionings ComfyUI samples: their weight, their hooks, and where their texts came from.
 
 A conditioning with a mask of zeros or of strength 0 is sampled like any other, and multiplied with 0. So is the positive one
-where cfg is 0. A text that a node encoded is followed by the identity of its tensor, which nodes that set an area, a mask,
+where cfg is 0. Where a model's own function, or a guider's own formula, may multiply one with 0, its weight is not known; nor
+where the last step has no conditioning at all. A noise mask of zeros leaves nothing to any. A text that a node encoded is followed by the identity of its tensor, which nodes that set an area, a mask,
 hooks or a range of steps hand on. What other nodes make of it has another identity, and may hold the text or not.
 """
 
@@ -19,7 +20,7 @@ from sigmascope.integrations.comfyui.posted_graph import signature_of
 from sigmascope.integrations.comfyui.recording import PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
-from sigmascope.probes.reading import attribute, number, sequence
+from sigmascope.probes.reading import attribute, mapping, number, sequence
 
 _NAME: Final = "conditionings"
 _UNKNOWN: Final = ""
@@ -32,6 +33,10 @@ _CFG_FUNCTIONS: Final = (
     "sampler_calc_cond_batch_function",
 )
 """Options of a model, by which more than ComfyUI's own formula takes both conditionings."""
+_MASK_FUNCTION: Final = "denoise_mask_function"
+_TAKES_UNMASKED: Final = "cfg_pp"
+"""Part of the names of ComfyUI's samplers that take what the model gave beside what the noise mask leaves of it."""
+_RANGES: Final = ("timestep_start", "timestep_end")
 State = frozenset[tuple[object, float]]
 """Hooks that are in force together: ComfyUI's mark of each, and the strength that its schedule has then."""
 
@@ -69,12 +74,16 @@ class Sampled(NamedTuple):
     """With what a node made its steps.
 
     Attributes:
-        states: The hooks of each conditioning, and whether it had any weight.
+        states: The hooks of each conditioning, and whether it had any weight; None: that is not known.
         texts: Of which nodes' texts the conditionings with a weight are made.
+        counts: Whether anything that the model gave counted; None: that is not known.
+        is_masked: Whether the noise mask left nothing of the latent to sample.
     """
 
-    states: Mapping[State, bool]
+    states: Mapping[State, bool | None]
     texts: Origin
+    counts: bool | None
+    is_masked: bool = False
 
     def holds(self, signatures: Iterable[str]) -> bool | None:
         """Whether the text of one of these nodes was among them; None: that is not known."""
@@ -88,21 +97,53 @@ class Sampled(NamedTuple):
         if other is None:
             return self
         states = {
-            state: self.states.get(state, False) or has_weight for state, has_weight in other.states.items()
+            state: _any((self.states.get(state, False), has_weight))
+            for state, has_weight in other.states.items()
         }
         texts = Origin(self.texts.sure | other.texts.sure, self.texts.maybe | other.texts.maybe)
-        return Sampled({**self.states, **states}, texts)
+        counts = _any((self.counts, other.counts))
+        return Sampled({**self.states, **states}, texts, counts, self.is_masked and other.is_masked)
 
 
 @dataclass(slots=True, eq=False)
 class _Counted:
-    """A conditioning in a node's steps: whether it has weight, and whether its tensors hold anything, or are zeros."""
+    """A conditioning in a node's steps: whether it has weight, and whether its tensors hold anything, or are zeros.
+
+    `is_left_out`: whether cfg multiplies it with 0, unless a function sees it. `is_open`: whether that, or a number of the
+    guider's own formula, may multiply it with 0. Such a formula multiplies not all with 0.
+    """
 
     state: State
     origin: Origin
     holds: bool | Tensor
     weight: bool | Tensor
     has_area: bool
+    is_left_out: bool
+    is_open: bool
+
+
+class _Masked(NamedTuple):
+    """A noise mask: whether any of it is other than 0, and whether the sampler takes nothing but what it leaves."""
+
+    leaves: Tensor
+    is_all: bool
+
+
+class _Step(NamedTuple):
+    """How a step takes conditionings.
+
+    Attributes:
+        left_out: The identities of those that are multiplied with 0.
+        is_sure: Whether they are surely.
+        is_open: Whether any may be.
+    """
+
+    left_out: frozenset[int] = frozenset()
+    is_sure: bool = True
+    is_open: bool = False
+
+
+_PLAIN: Final = _Step()
 
 
 @dataclass(slots=True, eq=False)
@@ -111,36 +152,53 @@ class _Seen:
 
     Attributes:
         counted: By node, the conditionings that it sampled with.
-        known: Those of which nothing new is to be found out: by ComfyUI's mark, whether cfg leaves them out, and their hooks.
-        texts: By ComfyUI's mark, of what texts a conditioning is made, and whether its tensors hold anything.
+        known: Those of which nothing new is to be found out: by ComfyUI's mark, their text, how the step takes them, their hooks.
+        texts: By ComfyUI's mark and its text, of what texts a conditioning is made, and whether its tensors hold anything.
+        masks: By node, the noise mask of each time that it sampled; None: none.
+        empty_at_last: Nodes whose last step had no conditioning.
         signatures: Of nodes.
         makers: By node of the posted graph, the signature of one that made a conditioning.
         sampled: See `sampled_in`; None: it was not asked for yet.
     """
 
     counted: dict[str, list[_Counted]] = field(default_factory=dict)
-    known: set[tuple[object, bool, State]] = field(default_factory=set)
-    texts: dict[object, tuple[Origin, bool | Tensor]] = field(default_factory=dict)
+    known: set[tuple[object, ...]] = field(default_factory=set)
+    texts: dict[tuple[object, int], tuple[Origin, bool | Tensor]] = field(default_factory=dict)
+    masks: dict[str, list[_Masked | None]] = field(default_factory=dict)
+    empty_at_last: set[str] = field(default_factory=set)
     signatures: dict[str, str] = field(default_factory=dict)
     makers: dict[str, str] = field(default_factory=dict)
     sampled: dict[str, Sampled] | None = None
 
 
-def _leaves_positive_out(call: Call) -> bool:
-    """With cfg 0 the positive conditioning is multiplied with 0, unless a function sees it."""
-    if call.get("cond_scale") != 0:
-        return False
-    return not any(map((call.get("model_options") or {}).get, _CFG_FUNCTIONS))
+def _any(answers: Iterable[bool | None]) -> bool | None:
+    known = {*answers}
+    return True if True in known else None if None in known else False
+
+
+def _has_zero(guider: object) -> bool:
+    """Whether a guider has a number of its own that is 0, which it may multiply a conditioning with."""
+    return any(
+        isinstance(value, int | float) and value == 0 for value in vars(guider).values() if value is not False
+    )
+
+
+def _has_ranges(guider: object) -> bool:
+    """Whether some of a guider's conditionings are for a range of the steps."""
+    sides = mapping(guider, "conds").values()
+    return any(name in one for side in sides for one in side or () for name in _RANGES)
 
 
 class Conditionings(Instrument):
-    """Wraps `get_area_and_mult` and `sampling_function` of `comfy.samplers`, and `execution.get_output_data`."""
+    """Wraps functions of `comfy.samplers` and methods of its `CFGGuider`, and `execution.get_output_data`."""
 
     name = _NAME
     gives = "which conditionings sampling counts"
     needs = (
         Need("comfy.samplers", "get_area_and_mult", ("conds",), False),
         Need("comfy.samplers", "sampling_function", ("cond", "cond_scale", "model_options"), False),
+        Need("comfy.samplers", "CFGGuider.outer_predict_noise", ("self",), False),
+        Need("comfy.samplers", "CFGGuider.inner_sample", ("self", "sampler", "denoise_mask"), False),
         output_data("obj", "input_data_all"),
     )
 
@@ -148,28 +206,71 @@ class Conditionings(Instrument):
         """See `Instrument`."""
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._known: set[object] = set()
-        self._left_out: frozenset[int] = frozenset()
-        self.wraps.append(Wrap(self.needs[0], self, wants=self._may_be_new, after=self._weighed))
-        self.wraps.append(
-            Wrap(
-                self.needs[1],
-                self,
-                wants=_leaves_positive_out,
-                before=self._begins_step,
-                after=self._ended_step,
-            )
+        self._step = _PLAIN
+        self._is_empty: bool | None = None
+        add, weighs, steps, guides, samples, gives = self.wraps.append, *self.needs
+        add(Wrap(weighs, self, wants=self._may_be_new, after=self._weighed))
+        add(Wrap(steps, self, wants=self._is_odd, before=self._begins_step, after=self._ended_step))
+        add(Wrap(guides, self, wants=self._is_guided, before=self._begins_guiding, after=self._ended_guiding))
+        add(Wrap(samples, self, before=self._samples))
+        add(Wrap(gives, self, after=self._outputs))
+
+    def _is_odd(self, call: Call) -> bool:
+        return self._step is not _PLAIN or call.get("cond_scale") == 0
+
+    def _begins_step(self, call: Call) -> _Step:
+        """With cfg 0 the positive one is multiplied with 0, unless a function sees it. Its copy for the other side is not."""
+        before, is_zero = self._step, call.get("cond_scale") == 0
+        is_seen = any(map((call.get("model_options") or {}).get, _CFG_FUNCTIONS))
+        self._step = _Step(frozenset(map(id, call.get("cond") or ())), not is_seen) if is_zero else _PLAIN
+        return before
+
+    def _ended_step(self, _call: Call, before: _Step, _result: object, _error: BaseException | None) -> None:
+        self._step = before
+
+    def _is_guided(self, call: Call) -> bool:
+        """Whether a guider has a formula of its own, or conditionings for a part of the steps."""
+        guider = call.get("self")
+        return type(guider).predict_noise is not self._own_formula() or _has_ranges(guider)
+
+    def _own_formula(self) -> object:
+        return self.needs[2].owner().predict_noise
+
+    def _begins_guiding(self, call: Call) -> None:
+        guider = call.get("self")
+        is_open = type(guider).predict_noise is not self._own_formula() and _has_zero(guider)
+        self._step = _Step(is_open=True) if is_open else _PLAIN
+        self._is_empty = True if _has_ranges(guider) else None
+
+    def _ended_guiding(
+        self, _call: Call, _known: None, _result: object, _error: BaseException | None
+    ) -> None:
+        is_empty, self._is_empty, self._step = self._is_empty, None, _PLAIN
+        prompt, node = self.prompt_here(), self.node_here()
+        if is_empty is None or prompt is None or node is None:
+            return
+        nodes = prompt.until_the_end(_NAME, self._begin_prompt).empty_at_last
+        (nodes.add if is_empty else nodes.discard)(node.id)
+
+    def _samples(self, call: Call) -> None:
+        """A node begins to sample a latent, with a noise mask or not."""
+        prompt, node, mask = self.prompt_here(), self.node_here(), call.get("denoise_mask")
+        if prompt is None or node is None:
+            return
+        options, sampler = mapping(call.get("self"), "model_options"), call.get("sampler")
+        function = getattr(attribute(sampler, "sampler_function"), "__name__", _TAKES_UNMASKED)
+        is_all = type(sampler).__name__ == "KSAMPLER" and _TAKES_UNMASKED not in function
+        masked = (
+            _Masked(mask.any(), is_all and _MASK_FUNCTION not in options)
+            if isinstance(mask, Tensor)
+            else None
         )
-        self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
-
-    def _begins_step(self, call: Call) -> None:
-        """Of the positive conditioning, which is multiplied with 0, a copy for the other side has the same mark."""
-        self._left_out = frozenset(map(id, call.get("cond") or ()))
-
-    def _ended_step(self, _call: Call, _known: None, _result: object, _error: BaseException | None) -> None:
-        self._left_out = frozenset()
+        seen = prompt.until_the_end(_NAME, self._begin_prompt)
+        seen.masks.setdefault(node.id, []).append(masked)
 
     def _may_be_new(self, call: Call) -> bool:
-        return bool(self._left_out) or call.get("conds").get("uuid") not in self._known
+        is_plain = self._step is _PLAIN and self._is_empty is None
+        return not is_plain or call.get("conds").get("uuid") not in self._known
 
     def _begin_prompt(self) -> _Seen:
         self._known.clear()
@@ -183,35 +284,51 @@ class Conditionings(Instrument):
         counted_here = seen.counted.setdefault(node.id, [])
         if result is None:  # it is not for this step
             return
-        state, is_left_out = state_of(getattr(result, "hooks", None)), id(given) in self._left_out
-        mark = given.get("uuid"), is_left_out, state
+        state, step = state_of(getattr(result, "hooks", None)), self._step
+        is_left_out = id(given) in step.left_out
+        is_open = step.is_open or (is_left_out and not step.is_sure)
+        is_plain = "mask" not in given and isinstance(given.get("strength", 1.0), int | float)
+        is_off = (is_left_out and step.is_sure) or (is_plain and given.get("strength", 1.0) == 0)
+        if self._is_empty and not is_off:
+            self._is_empty = False
+        text = self._text_in(given)
+        mark = given.get("uuid"), id(text), is_left_out, is_open, state
         if mark in seen.known:
             return
-        is_plain = "mask" not in given and isinstance(given.get("strength", 1.0), int | float)
-        weight: bool | Tensor = not is_left_out
         # A default one gets its weight later, and is left out if it has none.
+        weight: bool | Tensor = not is_left_out or not step.is_sure
         if weight and "default" not in given:
-            weight = given.get("strength", 1.0) != 0 if is_plain else result.mult.any()
-        text = seen.texts.get(mark[0]) or self._text_of(given)
-        counted_here.append(_Counted(state, *text, weight, "area" in given))
+            weight = not is_off if is_plain else result.mult.any()
+        known = seen.texts.get(mark[:2]) or self._text_of(given, text)
+        counted_here.append(_Counted(state, *known, weight, "area" in given, is_left_out, is_open))
         if mark[0] is None:  # it is told from no other
             return
         seen.known.add(mark)
-        seen.texts[mark[0]] = text
-        if not state and not is_left_out:
+        seen.texts[mark[:2]] = known
+        if not state and not is_left_out and not is_open and "area" not in given:
             self._known.add(mark[0])
 
-    def _text_of(self, given: Mapping[str, Any]) -> tuple[Origin, bool | Tensor]:
+    def _text_in(self, given: Mapping[str, Any]) -> object:
+        """The text that the model takes: in a copy for the other side that is not the one that it was copied with."""
+        taken = attribute((given.get("model_conds") or {}).get("c_crossattn"), "cond")
+        is_known = isinstance(taken, Tensor) and self._origin_of(taken) is not None
+        return taken if is_known else given.get("cross_attn")
+
+    def _text_of(self, given: Mapping[str, Any], text: object) -> tuple[Origin, bool | Tensor]:
         """Of what texts a conditioning is made, and whether its tensors hold anything but zeros."""
-        text = given.get("cross_attn")
-        others = [one for name, one in given.items() if name != "cross_attn" and isinstance(one, Tensor)]
+        is_copy = text is not given.get("cross_attn")
+        others = [
+            one
+            for name, one in given.items()
+            if name != "cross_attn" and isinstance(one, Tensor) and not is_copy
+        ]
         origins = [known for one in others if (known := self._origin_of(one)) is not None]
-        pooled = given.get(_POOLED)
+        pooled = None if is_copy else given.get(_POOLED)
         if isinstance(pooled, Tensor) and self._origin_of(pooled) is None:
             origins.append(_NOBODY_KNOWS)
         own = _NOBODY_KNOWS if not isinstance(text, Tensor) else self._origin_of(text) or _NOBODY_KNOWS
         maybe = own.maybe.union(*(one.sure | one.maybe for one in origins)) - own.sure
-        if not maybe or not isinstance(text, Tensor):
+        if not isinstance(text, Tensor):
             return Origin(own.sure, maybe), True
         tensors = [text, *(one for one in others if one is pooled or self._origin_of(one) is not None)]
         is_apart = len({one.device for one in tensors}) > 1  # they cannot be asked together without a wait
@@ -239,7 +356,11 @@ class Conditionings(Instrument):
         if node is None or not posted or all(self._origin_of(text) is not None for text, _ in made):
             return
         seen = prompt.until_the_end(_NAME, self._begin_prompt)
-        own = seen.makers[posted] = signature_of(prompt.graph, posted, seen.signatures)
+        own = signature_of(prompt.graph, posted, seen.signatures)
+        if node.id != posted and any(pair for value in inputs.values() for pair in _pairs(value)):
+            own = f"{own} {node.id}"  # what it was expanded into has made that of an encoding of its own
+        else:
+            seen.makers[posted] = own
         origin = self._made_of(node.class_type, inputs, own)
         for text, more in made:
             with_text = more.values() if "clip" in inputs else (more.get(_POOLED),)
@@ -288,22 +409,36 @@ def sampled_in(prompt: PromptRecording) -> dict[str, Sampled]:
 def _sampled(prompt: PromptRecording, seen: _Seen) -> dict[str, Sampled]:
     found: dict[str, Sampled] = {}
     for node_id, counted in seen.counted.items():
-        states: dict[State, bool] = {}
+        states: dict[State, bool | None] = {}
         sure, maybe = set[str](), set[str]()
         if any(
             one.has_area for one in counted
         ):  # ComfyUI makes copies of these for the other side, with its texts
             maybe.add(_UNKNOWN)
+        leaves = _any(map(_leaves, seen.masks.get(node_id, [None])))
+        is_open = leaves is None or node_id in seen.empty_at_last
+        counts: bool | None = False
         for one in counted:
-            has_weight = bool(one.weight)
-            states[one.state] = states.get(one.state, False) or has_weight
-            if has_weight and bool(one.holds):
-                sure |= one.origin.sure
+            has_weight: bool | None = leaves is not False and bool(one.weight)
+            if has_weight and (is_open or one.is_open):
+                has_weight = None
+            is_among = has_weight is None and not is_open and not one.is_left_out
+            counts = _any((counts, is_among or has_weight))
+            states[one.state] = _any((states.get(one.state, False), has_weight))
+            if has_weight is not False and bool(one.holds):
+                (maybe if has_weight is None else sure).update(one.origin.sure)
                 maybe |= one.origin.maybe
         posted = prompt.posted(prompt.nodes.get(node_id))
-        now = Sampled(states, Origin(frozenset(sure), frozenset(maybe)))
+        now = Sampled(states, Origin(frozenset(sure), frozenset(maybe - sure)), counts, leaves is False)
         found[posted] = now.beside(found.get(posted))
     return found
+
+
+def _leaves(masked: _Masked | None) -> bool | None:
+    """Whether a noise mask leaves anything of a latent to sample; None: that is not known."""
+    if masked is None or bool(masked.leaves):
+        return True
+    return False if masked.is_all else None
 
 
 def makers_in(prompt: PromptRecording) -> Mapping[str, str]:

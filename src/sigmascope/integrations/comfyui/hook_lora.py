@@ -6,9 +6,9 @@ prompt's end. Where several hooks were merged into a weight together, one whose 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ _CANCELLED: Final = "hooks that were in force together cancel each other"
 _UNCHANGED: Final = "ComfyUI merged it, and no weight became another one: they are stored too coarsely, or another pack merges in its own way"
 _AGAINST_MODEL: Final = "it cancels a LoRA that is on the model itself"
 _NO_WEIGHT: Final = "no conditioning that it is on has any weight: a mask of zeros, strength 0, or cfg 0"
+_MAY_COUNT: Final = "it is not seen whether any conditioning that it is on counts: cfg, or a number of the guider, is 0, the last step has no conditioning, or the noise mask is zeros"
 _OF_OTHER_PARTS: Final = frozenset({"part_missing", "text_encoder_missing"})
 """Why modules match nothing of a model that is one part alone."""
 _REACHES_TEXT: Final = "its hook reaches a text encoder alone, and no module is for that: put it on the conditioning too (apply_to_conds)"
@@ -49,6 +50,10 @@ _CHANGED_AFTER: Final = (
     "the conditioning that was encoded with it was changed after it, or is used in a way that is not seen"
 )
 _ELSEWHERE: Final = "the weights from before cannot be compared, or lie on another device"
+
+
+_Group = frozenset[object]
+"""ComfyUI's marks of hooks that are in force together."""
 
 
 class _Made(NamedTuple):
@@ -91,21 +96,28 @@ class _Look:
     """One weight over all times that a hook was merged into it.
 
     Attributes:
-        alone: Whether it was another one than before while no other hook was merged into it, on its device; None: never.
+        alone: Whether it was another one than before while no other hook was merged into it, on its device: by the hooks that
+            were in force.
         together: Likewise, with others.
         strength: The largest size of what the schedule multiplies the hook's strength with.
         entries: The host's own changes of the hook.
         is_unread: Whether it could not be compared at some time.
     """
 
-    alone: Tensor | None = None
-    together: Tensor | None = None
+    alone: dict[_Group, Tensor] = field(default_factory=dict)
+    together: dict[_Group, Tensor] = field(default_factory=dict)
     strength: float = 0.0
     entries: tuple[Any, ...] = ()
     is_unread: bool = False
 
     def add(
-        self, changed: Tensor | None, strength: float, entries: tuple[Any, ...], *, is_alone: bool
+        self,
+        changed: Tensor | None,
+        strength: float,
+        entries: tuple[Any, ...],
+        group: _Group,
+        *,
+        is_alone: bool,
     ) -> None:
         """Know of one time."""
         self.entries = entries
@@ -113,13 +125,9 @@ class _Look:
         if changed is None:
             self.is_unread = True
         elif is_alone:
-            self.alone = _either(self.alone, changed)
+            self.alone[group] = changed | self.alone.get(group, changed)
         elif strength:
-            self.together = _either(self.together, changed)
-
-
-def _either(before: Tensor | None, now: Tensor) -> Tensor:
-    return now if before is None else before | now
+            self.together[group] = changed | self.together.get(group, changed)
 
 
 class _Seen:
@@ -181,6 +189,7 @@ class HookLora(Instrument):
         held = patcher.hook_patches
         hooks = [hook for hook in call.get("hooks").hooks if key in held.get(hook.hook_ref, ())]
         is_alone, seen = len(hooks) == 1, self._seen_in(prompt)
+        group = frozenset(hook.hook_ref for hook in call.get("hooks").hooks)
         changed = attempt(lambda: _is_changed(patcher, key, is_alone=is_alone)).value
         self._gets(patcher, hooks, seen)  # a CLIP that ComfyUI kept has them from an earlier prompt
         for hook in hooks:
@@ -188,7 +197,7 @@ class HookLora(Instrument):
             strength = number(attribute(hook, "strength"))
             entries = sequence(held[hook.hook_ref][key])
             looks.setdefault(key, _Look()).add(
-                changed, 1.0 if strength is None else strength, entries, is_alone=is_alone
+                changed, 1.0 if strength is None else strength, entries, group, is_alone=is_alone
             )
             if patcher.is_clip:
                 seen.encoders.setdefault(hook.hook_ref, set()).add(prompt.posted(self.node_here()))
@@ -253,13 +262,15 @@ class HookLora(Instrument):
         names = names_of_all(models.get(False), models.get(True))
         used: dict[bool, frozenset[str]] = {}
         whys: dict[str, None] = {}
-        was_in_force, is_open = False, False
+        was_in_force, open_because = False, None
         for is_text, model in models.items():
             looks = seen.looks.get((one.hook, is_text), {})
             if any(look.is_unread for look in looks.values()):
                 return _Known({**verdict, "effective": None, "reason": _ELSEWHERE})
             was_in_force = was_in_force or bool(looks)
-            changed, why = _judged(looks, model, "text encoder" if is_text else "denoiser")
+            of_part = {hook: known for (hook, is_same), known in seen.looks.items() if is_same is is_text}
+            left_out = frozenset[_Group]() if is_text else _without_weight(one.hook, prompt)
+            changed, why = _judged(one.hook, of_part, left_out, model)
             changed, lost = _left_of(changed, looks, prompt)
             if changed and lost is None:
                 how = (
@@ -267,12 +278,11 @@ class HookLora(Instrument):
                     if is_text
                     else _weighed(one.hook, prompt)
                 )
-                changed, lost = (
-                    (changed, None)
-                    if how is True
-                    else (set(), _CHANGED_AFTER if how is None else _NOT_COUNTED if is_text else _NO_WEIGHT)
-                )
-                is_open = is_open or how is None
+                if how is None:
+                    changed, lost = set(), _CHANGED_AFTER if is_text else _MAY_COUNT
+                    open_because = lost
+                elif not how:
+                    changed, lost = set(), _NOT_COUNTED if is_text else _NO_WEIGHT
             why = lost or why
             acting = {names[is_text](key) for key in changed}
             used[is_text] = frozenset(
@@ -295,8 +305,8 @@ class HookLora(Instrument):
             and not matching.value.matched
         ):
             whys = {_REACHES_TEXT if True in models else _REACHES_DENOISER: None}
-        if is_open and not count:
-            return _Known({**verdict, "effective": None, "reason": _CHANGED_AFTER}, used)
+        if open_because is not None and not count:
+            return _Known({**verdict, "effective": None, "reason": open_because}, used)
         verdict |= {"effective": count > 0, "modules_used": count, "modules": len(matching.value.modules)}
         verdict["why"] = next(iter([*grave, *whys] if count else [*whys, *grave]), None)
         return _Known(verdict, used)
@@ -311,11 +321,11 @@ def _left_of(
     return left, _AGAINST_MODEL if changed and not left else None
 
 
-def _weighed(hook: object, prompt: PromptRecording) -> bool:
-    """Whether a conditioning with a hook had any weight in a step; also where that was not seen."""
+def _weighed(hook: object, prompt: PromptRecording) -> bool | None:
+    """Whether a conditioning with a hook had any weight in a step, also where none was seen; None: that is not known."""
     states = [one for sampled in sampled_in(prompt).values() for one in sampled.states.items()]
     weights = [has_weight for hooks, has_weight in states if any(ref is hook for ref, _ in hooks)]
-    return any(weights) or not weights
+    return True if True in weights or not weights else None if None in weights else False
 
 
 def _text_used(encoders: Iterable[str], prompt: PromptRecording) -> bool | None:
@@ -328,14 +338,42 @@ def _text_used(encoders: Iterable[str], prompt: PromptRecording) -> bool | None:
     return True if True in answers else None if None in answers else False
 
 
-def _judged(looks: Mapping[str, _Look], model: Any, part: str) -> tuple[set[str], str | None]:
-    """The weights of a part of the model that a hook changed; and why it changed none, if its strengths tell."""
-    alone = _read({key: look.alone for key, look in looks.items() if look.alone is not None})
-    together = _read({key: look.together for key, look in looks.items() if look.together is not None})
+def _without_weight(hook: object, prompt: PromptRecording) -> frozenset[_Group]:
+    """The groups of which no conditioning had any weight; without those of a hook, if that holds for each of these."""
+    weights: dict[_Group, bool] = {}
+    for sampled in sampled_in(prompt).values():
+        for state, has_weight in sampled.states.items():
+            group = frozenset(ref for ref, _ in state)
+            weights[group] = weights.get(group, False) or has_weight is not False
+    idle = {group for group, has_weight in weights.items() if not has_weight}
+    own = {group for group in weights if hook in group}
+    return frozenset(idle - own if own <= idle else idle)
+
+
+def _judged(
+    hook: object, of_part: Mapping[object, Mapping[str, _Look]], left_out: frozenset[_Group], model: Any
+) -> tuple[set[str], str | None]:
+    """The weights of a part of the model that a hook changed; and why it changed none, if its strengths tell.
+
+    Args:
+        hook: ComfyUI's mark of it.
+        of_part: The weights of that part that each hook was merged into.
+        left_out: Hooks together, of which nothing counts.
+        model: The part.
+    """
+    looks, part = of_part.get(hook, {}), "text encoder" if getattr(model, "is_clip", False) else "denoiser"
+    alone, together = _read(looks, "alone", left_out), _read(looks, "together", left_out)
     acting = {key for key, is_changed in alone.items() if is_changed}
-    acting |= {
-        key for key, is_changed in together.items() if is_changed and not _is_zero(key, looks[key], model)
-    }
+    own = {key for key in together.keys() - acting if not _is_zero(key, looks[key], model)}
+    acting |= {key for key in own if together[key]}
+    # What takes another hook out of one conditioning does something, where that acts in another.
+    partners = {key: frozenset().union(*looks[key].together) - {hook} for key in own - acting}
+    for other in frozenset().union(*partners.values()):
+        held = of_part.get(other, {})
+        keys = {key for key, others in partners.items() if key in held and other in others}
+        there = {key: held[key] for key in keys - acting if not _is_zero(key, held[key], model)}
+        changed = [*_read(there, "alone", left_out).items(), *_read(there, "together", left_out).items()]
+        acting |= {key for key, is_changed in changed if is_changed}
     if acting or not looks:
         return acting, None
     if not any(look.strength for look in looks.values()):
@@ -344,7 +382,7 @@ def _judged(looks: Mapping[str, _Look], model: Any, part: str) -> tuple[set[str]
         return acting, f"its strength for the {part} is 0"
     if all(_is_zero(key, look, model) for key, look in looks.items()):
         return acting, None
-    return acting, _CANCELLED if any(not _is_zero(key, looks[key], model) for key in together) else _UNCHANGED
+    return acting, _CANCELLED if own else _UNCHANGED
 
 
 def _strength_of(entry: object) -> float | None:
@@ -378,16 +416,22 @@ def _is_changed(patcher: Any, key: str, *, is_alone: bool) -> Tensor | None:
     return ~is_same
 
 
-def _read(looks: Mapping[str, Tensor]) -> dict[str, bool]:
-    """The answers, read from each device at once."""
-    by_device: dict[torch.device, list[str]] = {}
+def _read(
+    looks: Mapping[str, _Look], kind: Literal["alone", "together"], left_out: frozenset[_Group]
+) -> dict[str, bool]:
+    """Whether each weight was changed, of the groups that count; read from each device at once."""
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for key, look in looks.items():
-        by_device.setdefault(look.device, []).append(key)
-    return {
-        key: bool(answer)
-        for keys in by_device.values()
-        for key, answer in zip(keys, torch.stack([looks[key] for key in keys]).tolist(), strict=True)
-    }
+        groups: Mapping[_Group, Tensor] = look.alone if kind == "alone" else look.together
+        for group, answer in groups.items():
+            if group not in left_out:
+                by_device.setdefault(answer.device, []).append((key, answer))
+    found: dict[str, bool] = {}
+    for answers in by_device.values():
+        read = torch.stack([answer for _, answer in answers]).tolist()
+        for (key, _), is_changed in zip(answers, read, strict=True):
+            found[key] = found.get(key, False) or is_changed
+    return found
 
 
 INSTRUMENT = HookLora

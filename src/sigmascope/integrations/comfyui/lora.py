@@ -70,7 +70,9 @@ _ENDED: Final = "the prompt ended before a node used"
 _MAY_USE: Final = "a node that puts no model on a device itself may use"
 _NOT_COUNTED: Final = "no step counted a text that was encoded with"
 _CHANGED_AFTER: Final = "the conditioning was changed, or used in a way that is not seen, after it came from"
-_OPEN: Final = frozenset({_ENDED, _MAY_USE, _CHANGED_AFTER})
+_MAY_COUNT: Final = "cfg, a number of the guider, the noise mask or a last step without conditioning may leave nothing of what was sampled with"
+_MASKED: Final = "the noise mask of the latent is zeros in what was sampled with"
+_OPEN: Final = frozenset({_ENDED, _MAY_USE, _CHANGED_AFTER, _MAY_COUNT})
 """Why it is not known whether a LoRA acts."""
 _REPLACED: Final = (
     "a loader after it replaces it: of adapters that bypass the weights ComfyUI keeps the last loader's"
@@ -343,16 +345,23 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             does.append(own)
         samplers = [one for one in does if one.does.startswith("samples")]
         users = samplers if part == "denoiser" else [one for one in does if one.does == "encodes"]
-        counting = [one for one in does if one.sampled is None or any(one.sampled.states.values())]
-        uses = [use for one in counting for use in one.models if use.model == patches.model]
+        counting = [one for one in does if one.sampled is None or one.sampled.counts is not False]
+        using = [one for one in counting if any(use.model == patches.model for use in one.models)]
+        uses = [use for one in using for use in one.models if use.model == patches.model]
         if samplers and all(one.does == "samples nothing" for one in samplers):
             found[part] = {"": _NO_STEP}
         elif samplers and not any(one in counting for one in samplers):
-            found[part] = {"": _NO_WEIGHT}
+            is_masked = all(one.sampled is not None and one.sampled.is_masked for one in samplers)
+            found[part] = {"": _MASKED if is_masked else _NO_WEIGHT}
         elif uses and part == "text encoder" and (how := _text_lost(does, patches, in_use)) is not None:
             found[part] = {"": how}
         elif uses:
-            found[part] = {**_idle_in(uses, patches), **dict.fromkeys(patches.off, _OFF)}
+            idle = _idle_in(uses, patches)
+            if "" not in idle and all(
+                one.sampled is not None and one.sampled.counts is None for one in using
+            ):
+                idle = {"": _MAY_COUNT}
+            found[part] = {**idle, **dict.fromkeys(patches.off, _OFF)}
         elif not prompt.facts.get("success", True):
             found[part] = {"": _ENDED}
         elif users and all(one.models for one in users) and all(one.does != "unknown" for one in does):

@@ -191,7 +191,9 @@ class ModelsInUse:
         patcher = None if alive is None else alive()
         hooked: _Hooked = loads.hooked.get(stack.model, {})
         states = (
-            [] if sampled is None else [hooks for hooks, has_weight in sampled.states.items() if has_weight]
+            []
+            if sampled is None
+            else [hooks for hooks, has_weight in sampled.states.items() if has_weight is not False]
         )
         if getattr(patcher, "is_clip", False):
             hooked, states = mapping(patcher, "hook_patches"), [forced]
