@@ -296,6 +296,28 @@ def test_a_node_may_encode_a_text_and_give_zeros(watch: Watch, sampling: Host, k
     assert "no step counted a text" in verdict["says"]
 
 
+@pytest.mark.parametrize("samples_before", [False, True])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_it_is_open_whether_a_text_acts_in_a_prompt_that_ends_before_it_is_sampled_with(
+    watch: Watch, sampling: Host, samples_before: bool, is_kept: bool
+) -> None:
+    """Another sampler may have run with another text."""
+    nodes_of_graph = text_graph({}, "4")
+    if samples_before:
+        nodes_of_graph["9"] = sampler("5", "5")
+    watched = watch()
+    if is_kept:
+        watched.run(nodes_of_graph, "earlier")
+    last = sampler("4", "5", seed=2)
+    last["inputs"]["latent_image"] = ["10", 0]
+    if not samples_before:
+        del nodes_of_graph["9"]
+    cut = {**nodes_of_graph, "10": node("Fail", x=["9" if samples_before else "3", 0]), "11": last}
+    verdict = verdict_of(watched.run(cut, "cut"))
+    assert verdict["effective"] is None
+    assert "the prompt ended before a node used the text encoder" in verdict["says"]
+
+
 def hook_graph(
     strength: float,
     on: Mapping[str, Any] | None = None,

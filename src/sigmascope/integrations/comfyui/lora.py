@@ -74,6 +74,8 @@ _MAY_COUNT: Final = "cfg, a number of the guider, the noise mask or a last step 
 _MASKED: Final = "the noise mask of the latent is zeros in what was sampled with"
 _OPEN: Final = frozenset({_ENDED, _MAY_USE, _CHANGED_AFTER, _MAY_COUNT})
 """Why it is not known whether a LoRA acts."""
+_UNLESS_LATER: Final = frozenset({_NO_STEP, _NO_WEIGHT, _MASKED, _NOT_COUNTED})
+"""Why it did nothing as far as the prompt went."""
 _REPLACED: Final = (
     "a loader after it replaces it: of adapters that bypass the weights ComfyUI keeps the last loader's"
 )
@@ -339,6 +341,8 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
         if patches is None or any(not in_use.is_known(one, known.at) for one in followers & prompt.cached):
             found[part] = {} if patches is None else dict.fromkeys(patches.off, _OFF)
             continue
+        unreached = followers - in_use.by_node.keys() - prompt.cached
+        is_cut = not prompt.facts.get("success", True) and bool(unreached)
         does = [in_use.by_node[one] for one in (followers | {""}) & in_use.by_node.keys()]
         own = in_use.by_node.get(node_id)
         if own is not None and own.does != "other":  # it samples or encodes with its LoRA itself
@@ -355,6 +359,10 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             found[part] = {"": _MASKED if is_masked else _NO_WEIGHT}
         elif uses and part == "text encoder" and (how := _text_lost(does, patches, in_use)) is not None:
             found[part] = {"": how}
+        elif (
+            uses and part == "text encoder" and is_cut and not any(map(_has_sampled, in_use.by_node.values()))
+        ):
+            found[part] = {"": _ENDED}
         elif uses:
             idle = _idle_in(uses, patches)
             if "" not in idle and all(
@@ -368,7 +376,13 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             found[part] = {"": _NOT_RUN}
         elif users and (known.at < in_use.at or known.weighed.is_only_registered):
             found[part] = {"": _MAY_USE}
+        if is_cut and found.get(part, {}).get("") in _UNLESS_LATER:
+            found[part] = {"": _ENDED}
     return found
+
+
+def _has_sampled(uses: Uses) -> bool:
+    return uses.sampled is not None
 
 
 def _text_lost(does: Sequence[Uses], patches: _Patches, in_use: InUse) -> str | None:
