@@ -50,6 +50,11 @@ def own_guider(samplers: Any) -> Any:
     return Guider
 
 
+def formula(scale: float) -> Any:
+    """A formula in place of cfg's, such as that of `PerpNeg`."""
+    return lambda given: given["cond"] - given["uncond"] * scale
+
+
 @pytest.fixture
 def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     """A host whose nodes do with conditionings what ComfyUI's own of these names do, and sample with them."""
@@ -255,6 +260,8 @@ OTHERS = {"conditioning_to": ["5", 0], "conditioning_from": C}
         pytest.param({"7": node("Set", c=C, area=(8, 8, 0, 0))}, "7", {}, True, id="on an area"),
         pytest.param({"7": node("Set", c=C, area=(8, 8, 0, 0))}, "7", {"cfg": 0.0}, None, id="on an area, at cfg 0"),
         pytest.param({"7": node("Set", c=C, strength=0.0, area=(8, 8, 0, 0))}, "7", {}, None, id="strength 0 on an area"),
+        pytest.param({}, "4", {"sampler_cfg_function": formula(0.5)}, True, id="a model's own formula"),
+        pytest.param({}, "4", {"sampler_cfg_function": formula(0.0)}, None, id="a model's own formula with a 0"),
         pytest.param({}, "4", {"guider": "Own"}, True, id="a guider's own formula"),
         pytest.param({}, "4", {"guider": "Own", "cfg": 0.0}, None, id="a guider's own formula, which may multiply with 0"),
         pytest.param({}, "4", {"noise_mask": MASK}, True, id="a noise mask"),

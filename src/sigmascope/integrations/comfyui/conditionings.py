@@ -183,6 +183,13 @@ def _has_zero(guider: object) -> bool:
     )
 
 
+def _own_formula_has_zero(call: Call) -> bool:
+    """Whether a model has a formula in place of cfg's, which holds a number that is 0."""
+    formula = (call.get("model_options") or {}).get("sampler_cfg_function")
+    cells = (attribute(cell, "cell_contents") for cell in sequence(attribute(formula, "__closure__")))
+    return any(isinstance(value, int | float) and value == 0 and value is not False for value in cells)
+
+
 def _has_ranges(guider: object) -> bool:
     """Whether some of a guider's conditionings are for a range of the steps."""
     sides = mapping(guider, "conds").values()
@@ -216,13 +223,15 @@ class Conditionings(Instrument):
         add(Wrap(gives, self, after=self._outputs))
 
     def _is_odd(self, call: Call) -> bool:
-        return self._step is not _PLAIN or call.get("cond_scale") == 0
+        return self._step is not _PLAIN or call.get("cond_scale") == 0 or _own_formula_has_zero(call)
 
     def _begins_step(self, call: Call) -> _Step:
         """With cfg 0 the positive one is multiplied with 0, unless a function sees it. Its copy for the other side is not."""
         before, is_zero = self._step, call.get("cond_scale") == 0
         is_seen = any(map((call.get("model_options") or {}).get, _CFG_FUNCTIONS))
-        self._step = _Step(frozenset(map(id, call.get("cond") or ())), not is_seen) if is_zero else _PLAIN
+        left_out = frozenset(map(id, call.get("cond") or ())) if is_zero else frozenset()
+        is_open = _own_formula_has_zero(call)
+        self._step = _Step(left_out, not is_seen, is_open) if is_zero or is_open else _PLAIN
         return before
 
     def _ended_step(self, _call: Call, before: _Step, _result: object, _error: BaseException | None) -> None:
