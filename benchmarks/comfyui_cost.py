@@ -36,10 +36,14 @@ def a_host() -> Host:
         return (latent_image,)
 
     def sample_with_two(latent_image: Any, steps: int, **_: Any) -> Any:
-        positive, negative = ([{"uuid": uuid4(), "strength": 1.0, "cross_attn": TEXT}] for _ in range(2))
-        bar, samplers = host.module("comfy.utils").ProgressBar(steps), host.module("comfy.samplers")
+        sides = {
+            side: [{"uuid": uuid4(), "strength": 1.0, "cross_attn": TEXT}]
+            for side in ("positive", "negative")
+        }
+        bar = host.module("comfy.utils").ProgressBar(steps)
+        guider = host.module("comfy.samplers").CFGGuider(None, sides, 5.0)
         for step in range(steps):
-            samplers.sampling_function(None, LATENT, None, negative, positive, 5.0)
+            guider.outer_predict_noise(LATENT, step)
             bar.update_absolute(step + 1, steps)
         return (latent_image,)
 

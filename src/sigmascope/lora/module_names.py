@@ -449,6 +449,10 @@ class NameMatch:
     unmatched: tuple[str, ...]
 
 
+_AS_PARTS: Final = ("unet.", "transformer.")
+"""What a model of no known family has before its names as a part of a pipeline, and files for it alone have not."""
+
+
 @dataclass(slots=True)
 class LayerIndex:
     """The layers of a model by every name that they may have in a LoRA.
@@ -482,6 +486,9 @@ class LayerIndex:
                 index.by_name[key].add(layer)
                 if row is not None and row.swapped:
                     index.swapped[key] = row
+            inner = next((path.removeprefix(start) for start in _AS_PARTS if path.startswith(start)), None)
+            if inner is not None and part == "denoiser" and layout.family == "unknown":
+                index.by_name[part, _comparable(part, inner)].add(layer)
         return index
 
     def match(self, lora: LoraFile) -> NameMatch:

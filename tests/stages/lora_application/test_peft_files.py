@@ -92,3 +92,27 @@ def test_a_change_that_cannot_be_read_is_not_said_to_be_another(unet: Any, tmp_p
     verdict = judge_applied(path, unread, unet)
     assert (verdict.there, verdict.missing, verdict.findings) == ((), (), ())
     assert all("unknown" in (module.detail or "") for module in verdict.modules)
+
+
+class Unheard(torch.nn.Module):
+    """A model of nobody's family."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+
+class UnheardTransformer(Unheard):
+    """One that stands for a pipeline's transformer by its name."""
+
+
+@pytest.mark.parametrize("kind", [Unheard, UnheardTransformer])
+def test_a_file_for_a_model_of_one_s_own_is_found_whole_on_it(kind: type, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["first", "0", "1"], init_lora_weights=False)
+    peft.get_peft_model(kind(), config).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    analysis = analysis_of(kind(), path, path)
+    assert analysis["effective"] is True
+    assert analysis["applied_verdict"]["complete"]
+    assert analysis["findings"] == []

@@ -36,7 +36,7 @@ _CFG_FUNCTIONS: Final = (
 _MASK_FUNCTION: Final = "denoise_mask_function"
 _TAKES_UNMASKED: Final = "cfg_pp"
 """Part of the names of ComfyUI's samplers that take what the model gave beside what the noise mask leaves of it."""
-_RANGES: Final = ("timestep_start", "timestep_end")
+_RANGES: Final = ("start_percent", "end_percent", "clip_start_percent", "timestep_start", "timestep_end")
 State = frozenset[tuple[object, float]]
 """Hooks that are in force together: ComfyUI's mark of each, and the strength that its schedule has then."""
 
@@ -183,9 +183,9 @@ def _has_zero(guider: object) -> bool:
     )
 
 
-def _own_formula_has_zero(call: Call) -> bool:
-    """Whether a model has a formula in place of cfg's, which holds a number that is 0."""
-    formula = (call.get("model_options") or {}).get("sampler_cfg_function")
+def _own_formula_has_zero(options: Mapping[str, Any] | None) -> bool:
+    """Whether a model's options have a formula in place of cfg's, which holds a number that is 0."""
+    formula = (options or {}).get("sampler_cfg_function")
     cells = (attribute(cell, "cell_contents") for cell in sequence(attribute(formula, "__closure__")))
     return any(isinstance(value, int | float) and value == 0 and value is not False for value in cells)
 
@@ -215,32 +215,36 @@ class Conditionings(Instrument):
         self._known: set[object] = set()
         self._step = _PLAIN
         self._is_empty: bool | None = None
-        add, weighs, steps, guides, samples, gives = self.wraps.append, *self.needs
+        add, weighs, _, _, samples, gives = self.wraps.append, *self.needs
         add(Wrap(weighs, self, wants=self._may_be_new, after=self._weighed))
-        add(Wrap(steps, self, wants=self._is_odd, before=self._begins_step, after=self._ended_step))
-        add(Wrap(guides, self, wants=self._is_guided, before=self._begins_guiding, after=self._ended_guiding))
-        add(Wrap(samples, self, before=self._samples))
+        add(Wrap(samples, self, before=self._samples, after=self._ended_sampling))
         add(Wrap(gives, self, after=self._outputs))
+        self._of_steps: list[Wrap] = []
+
+    def _hear_steps(self) -> None:
+        """Until this sampling ends. Where nothing can be multiplied with 0, steps are not heard, which costs each of them."""
+        steps, guides = self.needs[1:3]
+        self._of_steps = [
+            Wrap(steps, self, wants=self._is_odd, before=self._begins_step, after=self._ended_step),
+            Wrap(guides, self, before=self._begins_guiding, after=self._ended_guiding),
+        ]
+        self.wraps += self._of_steps
 
     def _is_odd(self, call: Call) -> bool:
-        return self._step is not _PLAIN or call.get("cond_scale") == 0 or _own_formula_has_zero(call)
+        options = call.get("model_options")
+        return self._step is not _PLAIN or call.get("cond_scale") == 0 or _own_formula_has_zero(options)
 
     def _begins_step(self, call: Call) -> _Step:
         """With cfg 0 the positive one is multiplied with 0, unless a function sees it. Its copy for the other side is not."""
         before, is_zero = self._step, call.get("cond_scale") == 0
         is_seen = any(map((call.get("model_options") or {}).get, _CFG_FUNCTIONS))
         left_out = frozenset(map(id, call.get("cond") or ())) if is_zero else frozenset()
-        is_open = _own_formula_has_zero(call)
+        is_open = _own_formula_has_zero(call.get("model_options"))
         self._step = _Step(left_out, not is_seen, is_open) if is_zero or is_open else _PLAIN
         return before
 
     def _ended_step(self, _call: Call, before: _Step, _result: object, _error: BaseException | None) -> None:
         self._step = before
-
-    def _is_guided(self, call: Call) -> bool:
-        """Whether a guider has a formula of its own, or conditionings for a part of the steps."""
-        guider = call.get("self")
-        return type(guider).predict_noise is not self._own_formula() or _has_ranges(guider)
 
     def _own_formula(self) -> object:
         return self.needs[2].owner().predict_noise
@@ -263,19 +267,32 @@ class Conditionings(Instrument):
 
     def _samples(self, call: Call) -> None:
         """A node begins to sample a latent, with a noise mask or not."""
+        guider, of_model = call.get("self"), mapping(call.get("self"), "model_options")
+        if not self._of_steps and (
+            _has_zero(guider) or _own_formula_has_zero(of_model) or _has_ranges(guider)
+        ):
+            self._hear_steps()
         prompt, node, mask = self.prompt_here(), self.node_here(), call.get("denoise_mask")
         if prompt is None or node is None:
             return
-        options, sampler = mapping(call.get("self"), "model_options"), call.get("sampler")
+        sampler = call.get("sampler")
         function = getattr(attribute(sampler, "sampler_function"), "__name__", _TAKES_UNMASKED)
         is_all = type(sampler).__name__ == "KSAMPLER" and _TAKES_UNMASKED not in function
         masked = (
-            _Masked(mask.any(), is_all and _MASK_FUNCTION not in options)
+            _Masked(mask.any(), is_all and _MASK_FUNCTION not in of_model)
             if isinstance(mask, Tensor)
             else None
         )
         seen = prompt.until_the_end(_NAME, self._begin_prompt)
         seen.masks.setdefault(node.id, []).append(masked)
+
+    def _ended_sampling(
+        self, _call: Call, _known: None, _result: object, _error: BaseException | None
+    ) -> None:
+        for wrap in self._of_steps:
+            self.wraps.remove(wrap)
+            wrap.take_off()
+        self._of_steps = []
 
     def _may_be_new(self, call: Call) -> bool:
         is_plain = self._step is _PLAIN and self._is_empty is None
