@@ -32,13 +32,12 @@ from sigmascope.probes.models import (
     unwrap,
 )
 from sigmascope.probes.module_tree import tree_of
-from sigmascope.probes.peft import adapters_of, base_weights, by_adapter, number_for
+from sigmascope.probes.peft import adapters_of, base_weights, by_adapter, number_for, standings_in
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, attribute
 from sigmascope.probes.tensors import why_unreadable
 
 _ELEMENTS_OF_EACH_WEIGHT: Final = 64
 """Elements of each weight: of weights that lie in a file still unread, as many pages are read."""
-_MERGED: Final = "merged_adapters"
 ON_DISK: Final = "its weights lie on a disk between its calls"
 NO_WEIGHTS: Final = "it has no weights"
 
@@ -200,8 +199,7 @@ def _state_of(module: nn.Module) -> int:
         counted = [*map(_COUNTED, tensors)]
     except PROBE_ERRORS:  # inference tensors count nothing
         counted = [(_version(tensor), tensor.dtype) for tensor in tensors]
-    layers: list[int] = tree.derive("layers that merge", lambda: tree.holding(_MERGED))
-    held = tree.held(_MERGED, layers)
+    held = [*map(_MERGED_OF, standings_in(tree).each)]
     merged = [(*map(str, names or ()),) for names in held] if any(held) else []
     before = _STATES.get(module)
     if (
@@ -214,6 +212,7 @@ def _state_of(module: nn.Module) -> int:
     return before.number
 
 
+_MERGED_OF: Final = itemgetter(-1)
 _COUNTED: Final = attrgetter("_version", "dtype")
 _STATES: "weakref.WeakKeyDictionary[nn.Module, _State]" = weakref.WeakKeyDictionary()
 

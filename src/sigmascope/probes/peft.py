@@ -9,18 +9,19 @@ not by `named_modules` or `state_dict`, which PEFT's attention layer answers by 
 weights under the names that they have without adapters.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchType, Standing
 from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters
-from sigmascope.probes.module_tree import ModuleTree, answers_itself, registered, tree_of
+from sigmascope.probes.module_tree import ModuleTree, answers_itself, once_a_look, registered, tree_of
 from sigmascope.probes.reading import Reading, attempt, attribute, number, sequence
 
 _PATCH_TYPES: Final[Mapping[str, PatchType]] = {"lora": "lora_up", "dora": "lora_up", "diff": "diff"}
@@ -274,6 +275,48 @@ def adapter_states(layer: object) -> AdapterStates:
     return AdapterStates(
         tuple(map(str, names)), tuple(map(str, merged)), _held(layer, "disable_adapters") is True
     )
+
+
+class Standings(NamedTuple):
+    """How the layers of a model's adapters stand.
+
+    Attributes:
+        places: Where they are in the tree.
+        each: What each of them keeps: scales, active adapters, whether they are off, and which are merged.
+        tell: Whether each of them keeps the last three.
+    """
+
+    places: Sequence[int]
+    each: list[tuple[Any, ...]]
+    tell: bool
+
+
+_WHICH_ACT: Final = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters"})
+"""Where PEFT's layers of every kind keep which adapters act."""
+_STANDING: Final = ("scaling", *sorted(_WHICH_ACT))
+"""Where they keep that, and how strongly: HRA, BOFT, OFT and (IA)³ keep no scale. Rank and alpha alone change nothing."""
+_STANDING_OF: Final = itemgetter(*_STANDING)
+
+
+def standings_in(tree: ModuleTree) -> Standings:
+    """How the layers of adapters stand now; asked once while a look lasts."""
+    return once_a_look("standings", tree, lambda: _standings_in(tree))
+
+
+def _standings_in(tree: ModuleTree) -> Standings:
+    places: list[int] = tree.derive("layers of adapters", lambda: _places_of_adapters(tree))
+    try:
+        return Standings(places, [*map(_STANDING_OF, tree.own_at(places))], True)
+    except KeyError:
+        each = [*zip(*(tree.held(name, places) for name in _STANDING), strict=True)]
+        tell = all(len(tree.holding(name, places)) == len(places) for name in _WHICH_ACT)
+        return Standings(places, each, tell)
+
+
+def _places_of_adapters(tree: ModuleTree) -> list[int]:
+    """Where PEFT's layers are, and the modules that it trained whole, which keep less."""
+    whole = [place for place, _ in tree.having("modules_to_save")]
+    return sorted({*tree.holding("merged_adapters"), *whole})
 
 
 def stored_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:

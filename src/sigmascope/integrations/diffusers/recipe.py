@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import sqrt
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -26,7 +25,7 @@ from sigmascope.probes.model_fingerprints import (
     state_of,
 )
 from sigmascope.probes.models import components_of, unwrap
-from sigmascope.probes.module_tree import ModuleTree, once_a_look, tree_of
+from sigmascope.probes.module_tree import once_a_look, tree_of
 from sigmascope.probes.peft import (
     adapter_states,
     adapters_of,
@@ -34,6 +33,7 @@ from sigmascope.probes.peft import (
     configs_of,
     held_by,
     number_for,
+    standings_in,
 )
 from sigmascope.probes.reading import Reading, attempt
 
@@ -180,23 +180,11 @@ def loras_of(
     return loras
 
 
-_WHICH_ACT: Final = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters"})
-"""Where PEFT's layers of every kind keep which adapters act."""
-_STANDING: Final = ("scaling", *sorted(_WHICH_ACT))
-"""Where they keep that, and how strongly: HRA, BOFT, OFT and (IA)³ keep no scale. Rank and alpha alone change nothing."""
-_STANDING_OF: Final = itemgetter(*_STANDING)
-
-
 def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
     """The facts of each adapter over all layers; those of the last time if every layer stands as it did then."""
     tree = tree_of(module)
-    layers: list[int] = tree.derive("layers of adapters", lambda: _places_of_adapters(tree))
+    layers, standing, tells = standings_in(tree)
     bypassed = bypassed_layers(module)
-    try:
-        standing, tells = [*map(_STANDING_OF, tree.own_at(layers))], True
-    except KeyError:
-        standing = [*zip(*(tree.held(name, layers) for name in _STANDING), strict=True)]
-        tells = all(len(tree.holding(name, layers)) == len(layers) for name in _WHICH_ACT)
     kept: list[Any] = tree.derive("adapters", list)
     is_same = attempt(lambda: bool(kept) and tells and kept[:2] == [bypassed, standing])
     if not is_same.value:
@@ -207,12 +195,6 @@ def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
         kept[:] = bypassed, [(*map(_copied, held),) for held in standing], adapters
     facts: Mapping[str, dict[str, Any]] = kept[2]
     return facts
-
-
-def _places_of_adapters(tree: ModuleTree) -> list[int]:
-    """Where PEFT's layers are, and the modules that it trained whole, which keep less."""
-    whole = [place for place, _ in tree.having("modules_to_save")]
-    return sorted({*tree.holding("merged_adapters"), *whole})
 
 
 def _copied(held: object) -> object:
