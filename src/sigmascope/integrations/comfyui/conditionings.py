@@ -290,7 +290,8 @@ class Conditionings(Instrument):
         self, _call: Call, _known: None, _result: object, _error: BaseException | None
     ) -> None:
         for wrap in self._of_steps:
-            self.wraps.remove(wrap)
+            if wrap in self.wraps:  # else the session has ended meanwhile
+                self.wraps.remove(wrap)
             wrap.take_off()
         self._of_steps = []
 
