@@ -199,7 +199,7 @@ def _state_of(module: nn.Module) -> int:
         counted = [*map(_COUNTED, tensors)]
     except PROBE_ERRORS:  # inference tensors count nothing
         counted = [(_version(tensor), tensor.dtype) for tensor in tensors]
-    held = [*map(_MERGED_OF, standings_in(tree).each)]
+    held = standings_in(tree).merged
     merged = [(*map(str, names or ()),) for names in held] if any(held) else []
     before = _STATES.get(module)
     if (
@@ -212,7 +212,6 @@ def _state_of(module: nn.Module) -> int:
     return before.number
 
 
-_MERGED_OF: Final = itemgetter(-1)
 _COUNTED: Final = attrgetter("_version", "dtype")
 _STATES: "weakref.WeakKeyDictionary[nn.Module, _State]" = weakref.WeakKeyDictionary()
 

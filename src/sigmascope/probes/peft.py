@@ -116,8 +116,8 @@ def _rewriting_adapters(model: object) -> Iterator[tuple[str, Callable[[nn.Modul
 
 def configs_of(model: nn.Module) -> Mapping[str, object]:
     """What PEFT and diffusers keep of a model's adapters, by their names; of one that only holds models, of all these."""
-    own = getattr(model, "peft_config", None)
-    if own:
+    own = attribute(model, "peft_config")
+    if isinstance(own, Mapping) and own:
         return {**own}
     held = (
         children_of(child).values() for child in children_of(model).values() if type(child) is nn.ModuleList
@@ -290,12 +290,19 @@ class Standings(NamedTuple):
     each: list[tuple[Any, ...]]
     tell: bool
 
+    @property
+    def merged(self) -> list[Any]:
+        """The adapters that are merged in each of them; None of one that merges none."""
+        return [*map(_MERGED_OF, self.each)]
 
-_WHICH_ACT: Final = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters"})
+
+_MERGED: Final = "merged_adapters"
+_WHICH_ACT: Final = frozenset({"_active_adapter", "_disable_adapters", _MERGED})
 """Where PEFT's layers of every kind keep which adapters act."""
 _STANDING: Final = ("scaling", *sorted(_WHICH_ACT))
 """Where they keep that, and how strongly: HRA, BOFT, OFT and (IA)³ keep no scale. Rank and alpha alone change nothing."""
 _STANDING_OF: Final = itemgetter(*_STANDING)
+_MERGED_OF: Final = itemgetter(_STANDING.index(_MERGED))
 
 
 def standings_in(tree: ModuleTree) -> Standings:
@@ -316,7 +323,7 @@ def _standings_in(tree: ModuleTree) -> Standings:
 def _places_of_adapters(tree: ModuleTree) -> list[int]:
     """Where PEFT's layers are, and the modules that it trained whole, which keep less."""
     whole = [place for place, _ in tree.having("modules_to_save")]
-    return sorted({*tree.holding("merged_adapters"), *whole})
+    return sorted({*tree.holding(_MERGED), *whole})
 
 
 def stored_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:
