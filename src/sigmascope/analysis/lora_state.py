@@ -1,6 +1,6 @@
 """Whether the LoRAs of a run acted at its end, in a sentence."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isclose
 from typing import Any, Final, NamedTuple
 
@@ -152,6 +152,8 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
     new: Mapping[str, Any] = {}  # that the last change made an adapter anew
     is_over = False  # once a call's LoRAs act
     merged_at: list[float] = []
+    if _left_in_weights(run):
+        return idle  # whatever the others do
     for stage in run.walk():
         analysis = stage.facts.get(_FACT)
         if stage.facts.get(_AFTER_STEP):
@@ -371,23 +373,19 @@ def acting_lora(run: Run) -> str | None:
     if any(one.get("effective") is True for one in of_prompt):
         return _said(sorted(of_prompt, key=lambda one: one.get("effective") is not True))
     if stage is None:
-        return _on_before(run)
-    last, component = _mapping(stage.facts.get(_FACT)), stage.facts.get("component")
-    denoiser = component if isinstance(component, str) else "denoiser"
+        left = _left_in_weights(run)
+        return _in_weights(left) if left else _on_before(run)
+    last = _mapping(stage.facts.get(_FACT))
     sides = [
         (name, changes, _mapping(last.get(f"{side}_lora_patches")))
-        for name, side in ((denoiser, "unet"), ("text encoders", "clip"))
+        for name, side in _names_of_sides(stage)
         if (changes := _mapping(last.get(f"{side}_weight_changes")))
     ]
     is_on = any(_acting(patches) for _, _, patches in sides)
     if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
-        left = [
-            name
-            for name, side in ((denoiser, "unet"), ("text encoders", "clip"))
-            if _stays_in_weights(run, stage, side)
-        ]
+        left = [name for name, side in _names_of_sides(stage) if _stays_in_weights(run, stage, side)]
         if left:
-            return f"The LoRA acts in the {' and the '.join(left)}: it is in the weights."
+            return _in_weights(left)
         return _taken_off(run, stage)
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
     in_weights = is_on and _is_in_weights(run, stage)
@@ -411,6 +409,29 @@ def acting_lora(run: Run) -> str | None:
     if _NOISY in arrives:
         return f"{words} {arrives[_NOISY]}"
     return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
+
+
+def _names_of_sides(change: Stage) -> tuple[tuple[str, str], ...]:
+    """What the two sides of a change are called, and what its facts call them."""
+    component = change.facts.get("component")
+    return (component if isinstance(component, str) else "denoiser", "unet"), ("text encoders", "clip")
+
+
+def _in_weights(names: Sequence[str]) -> str:
+    return f"The LoRA acts in the {' and the '.join(names)}: it is in the weights."
+
+
+def _left_in_weights(run: Run) -> list[str]:
+    """The sides in whose weights a LoRA stays that was taken off while it was merged, whatever was loaded since."""
+    return [
+        *dict.fromkeys(
+            name
+            for stage in run.walk()
+            if stage.facts.get("method") in _TAKE_OFF
+            for name, side in _names_of_sides(stage)
+            if _stays_in_weights(run, stage, side)
+        )
+    ]
 
 
 def _on_before(run: Run) -> str | None:

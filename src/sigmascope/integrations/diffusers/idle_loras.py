@@ -335,11 +335,19 @@ def begin_idle_lora_findings(
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
 
 
-def fused_before(pipeline: object, loras: Loras) -> list[dict[str, Any]]:
-    """That the pipeline lists LoRAs as fused whose layers are gone, where none acts: the weights do not tell of them."""
+def fused_and_gone(pipeline: object, loras: Loras, *, is_heard: bool) -> list[dict[str, Any]]:
+    """That the pipeline lists LoRAs as fused that no layer has merged, where none acts: the weights do not tell of them.
+
+    Args:
+        pipeline: What was called.
+        loras: As `loras_of` gives them now.
+        is_heard: Whether LoRAs were changed in the watch: that tells what became of those that are there, and of the last one.
+    """
     listed = attribute(pipeline, "fused_loras")
-    here = {name.partition(".")[2] for name in loras}
-    gone = sorted({*map(str, listed)} - here) if isinstance(listed, set | frozenset | list | tuple) else []
+    if not isinstance(listed, set | frozenset | list | tuple) or (is_heard and not loras):
+        return []
+    known = {name.partition(".")[2] for name, lora in loras.items() if is_heard or lora.get("merged")}
+    gone = sorted({*map(str, listed)} - known)
     if not gone or any(lora["active"] for lora in loras.values()):
         return []
     from sigmascope.lora.verdict import verdict_finding

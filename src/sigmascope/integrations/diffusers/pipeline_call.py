@@ -34,7 +34,7 @@ from sigmascope.integrations.diffusers.idle_loras import (
     SeenInCall,
     begin_idle_lora_findings,
     component_of,
-    fused_before,
+    fused_and_gone,
     scales_of_call,
 )
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
@@ -253,8 +253,10 @@ class CallObserver(Observer):
             for name, reading in readings.items():
                 stage.account_for(f"{RECIPE}.models.{name}", reading)
             found = idle.result() if idle is not None and idle.has_arrived() else None
-            if found is not None and not self.session.heard_loras:
-                found = found + (read("watch.lora", lambda: fused_before(pipeline, loras or {})) or [])
+            if found is not None:
+                heard = self.session.heard_loras
+                fused = read("watch.lora", lambda: fused_and_gone(pipeline, loras or {}, is_heard=heard))
+                found = found + (fused or [])
             if found or (loras and found is not None):
                 stage.fact(IDLE_LORAS, found)
 

@@ -405,8 +405,8 @@ def test_a_lora_on_the_one_of_two_denoisers_that_does_not_run_changes_nothing(bo
 Act = Callable[[Any], object]
 
 
-def load(pipeline: Any) -> None:
-    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3), adapter_name="style")
+def load(pipeline: Any, name: str = "style") -> None:
+    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3), adapter_name=name)
 
 
 def in_step(act: Act, step: int) -> dict[str, Any]:
@@ -662,7 +662,47 @@ def test_of_a_lora_that_was_fused_before_the_watch_and_unloaded_it_is_open_wheth
     found = standing(run)
     assert found is not None
     assert found.words == ("acts" if watched else "unknown")
-    assert ("the pipeline lists style as fused before the watch" in found.says) is not watched
+    assert ("the pipeline lists style as fused, no layer has it merged" in found.says) is not watched
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("name", ["style", "other"])
+def test_a_fused_lora_may_act_beside_one_that_was_loaded_later_and_is_off(name: str, watched: bool) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+
+    def fuse_and_load() -> None:
+        load(pipeline)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+        load(pipeline, name)
+        pipeline.disable_lora()
+
+    if not watched:
+        fuse_and_load()
+    with sigmascope.watch(pipeline) as watching:
+        if watched:
+            fuse_and_load()
+        for _ in range(2):
+            moved = not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    assert moved
+    assert idle_lora(watching.record()) is None
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words in ("unknown", "acts")
+
+
+def test_a_lora_that_was_fused_and_switched_off_in_the_watch_does_nothing() -> None:
+    """PEFT takes it out of the weights again in the call."""
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as watching:
+        load(pipeline)
+        pipeline.fuse_lora()
+        pipeline.disable_lora()
+        for _ in range(2):
+            torch.testing.assert_close(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    assert idle_lora(watching.record()) is not None
 
 
 def test_of_calls_without_a_lora_beside_the_weights_no_report_says_that_there_was_none() -> None:
