@@ -383,10 +383,8 @@ def acting_lora(run: Run) -> str | None:
     ]
     is_on = any(_acting(patches) for _, _, patches in sides)
     if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
-        left = [name for name, side in _names_of_sides(stage) if _stays_in_weights(run, stage, side)]
-        if left:
-            return _in_weights(left)
-        return _taken_off(run, stage)
+        left = _left_in_weights(run)
+        return _in_weights(left) if left else _taken_off(run, stage)
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
     in_weights = is_on and _is_in_weights(run, stage)
     since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None
