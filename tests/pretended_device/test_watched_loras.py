@@ -77,7 +77,7 @@ def test_zeros_that_were_there_before_the_watch_are_found_without_a_wait(
         assert waits[0.0] == waits[1.0]
 
 
-def test_which_layers_of_an_encoder_are_used_is_followed_without_waiting(pretend: Pretend) -> None:
+def test_of_a_lora_on_late_layers_it_is_open_without_waiting_whether_it_acts(pretend: Pretend) -> None:
     pipeline = make_pipeline("sdxl")
     config = LoraConfig(r=2, target_modules=r".*layers\.1\..*q_proj", init_lora_weights=False)
     pipeline.text_encoder.add_adapter(config)
@@ -89,7 +89,7 @@ def test_which_layers_of_an_encoder_are_used_is_followed_without_waiting(pretend
             generate(pipeline, "sdxl", num_inference_steps=1)
             assert device.our_waits == []
         found = {finding.id for finding in watching.record().findings}
-    assert "lora_layers_unused" in found
+    assert "lora_on_late_layers" in found
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

@@ -48,6 +48,7 @@ OPEN_VERDICTS: Final = frozenset(
         "lora_may_be_lost",
         MERGED_AT_ZERO,
         "lora_not_seen",
+        "lora_on_late_layers",
     }
 )
 """Findings that nobody knows whether a LoRA acts."""

@@ -299,11 +299,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing in this call: it is on {component}, which did not run ({weights}).",
         "Load it into what runs too, or call so that this runs: with other steps, or a picture to begin with.",
     ),
-    "lora_layers_unused": VerdictRow(
+    "lora_on_late_layers": VerdictRow(
         "warning",
-        "The LoRA changes nothing in this call: the pipeline uses {component}, and the LoRA is on what comes after ({weights}).",
-        "Use a LoRA that changes earlier layers or the denoiser, or call with a smaller clip_skip if you gave one. SDXL never uses the last "
-        "layer of its first text encoder.",
+        "Whether the LoRA acts is unknown: it is on late layers of {component} alone ({weights}), and pipelines leave some of them out.",
+        "SDXL never uses the last layer of its first text encoder, and clip_skip leaves out more. Compare a picture with the LoRA and one "
+        "without it, or use one that changes earlier layers.",
     ),
     "lora_changed_in_call": VerdictRow(
         "info",

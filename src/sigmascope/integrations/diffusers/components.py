@@ -31,14 +31,6 @@ from sigmascope.integrations.diffusers.pipeline_call import (
 )
 from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in, models_in
 from sigmascope.integrations.diffusers.tokens import Reading, counts_seen, readings_of
-from sigmascope.integrations.diffusers.used_layers import (
-    FollowedEncoding,
-    Used,
-    begin_following,
-    both_used,
-    has_late_lora,
-    is_seen_in_part,
-)
 from sigmascope.integrations.diffusers.watch_session import (
     LoraChange,
     Observer,
@@ -626,7 +618,6 @@ class TextEncodingObserver(Observer):
         self._encoders: ByIdentity[tuple[str, ...]] = ByIdentity()
         self._tokenizers: ByIdentity[str] = ByIdentity()
         self._open: weakref.WeakKeyDictionary[StageStack, Encoding] = weakref.WeakKeyDictionary()
-        self._followed: weakref.WeakKeyDictionary[StageStack, FollowedEncoding] = weakref.WeakKeyDictionary()
 
     def attach_class(self, kind: type) -> None:
         """Hear `encode_prompt`."""
@@ -661,17 +652,8 @@ class TextEncodingObserver(Observer):
         ran_before = stack.ran.copy()
         if encoding is not None:
             self._open[stack] = encoding
-        following = guard.read("watch.lora", lambda: begin_following(self._encoders_of(pipeline)))
-        if following is not None:
-            self._followed[stack] = following
 
         def after(result: object, error: BaseException | None) -> None:
-            used: Used = {}
-            if following is not None:
-                following.end()
-                self._followed.pop(stack, None)
-                used = guard.read("watch.lora", lambda: following.used(result)) or {}
-                stack.used_layers = both_used(stack.used_layers, used)
             self._open.pop(stack, None)
             stack.leave(stage, error)
             named = embeddings(result, accepts_negative)
@@ -680,12 +662,12 @@ class TextEncodingObserver(Observer):
             if encoding is not None:
                 guard.read("watch.text", lambda: record_text_analysis(stage, encoding, named, privacy, error))
             if stack.pipeline_id is None and error is None:  # what is made in a call is used in it
-                guard.read("watch.lora", lambda: note(result, stack.ran - ran_before, used))
+                guard.read("watch.lora", lambda: note(result, stack.ran - ran_before))
 
-        def note(result: object, ran: Counter[str], used: Used) -> None:
+        def note(result: object, ran: Counter[str]) -> None:
             with one_look():
                 arguments = signature.bind_partial(pipeline, *args, **kwargs).arguments
-                EMBEDDINGS.note(pipeline, arguments, ran.keys(), result, used)
+                EMBEDDINGS.note(pipeline, arguments, ran.keys(), result)
 
         return after
 
@@ -714,29 +696,9 @@ class TextEncodingObserver(Observer):
 
         return after
 
-    def _before_encoder(self, stage: str, name: str, encoder: object, *_: object) -> After | None:
+    def _before_encoder(self, stage: str, name: str, *_: object) -> After | None:
         stack = self.session.stack_here()
-        if stack is None:
-            return None
-        leave = _within(stack, stage, name)
-        following = self._followed.get(stack)
-        if stage != ENCODING_STAGE or (following is not None and following.is_off):
-            return leave
-        if following is None and not self.guard.read("watch.lora", lambda: has_late_lora(encoder)):
-            return leave
-        is_taken_off = following is not None and following.pause()
-
-        def after(result: object, error: BaseException | None) -> None:
-            if following is not None:
-                if error is None:
-                    self.guard.read("watch.lora", lambda: following.take(name, encoder, result))
-                following.go_on(was_taken_off=is_taken_off)
-            elif error is None and is_seen_in_part(result):
-                stack.used_layers = both_used(stack.used_layers, {name: None})
-            if leave is not None:
-                leave(result, error)
-
-        return after
+        return None if stack is None else _within(stack, stage, name)
 
 
 def _within(stack: StageStack, name: str, encoder: str) -> After | None:

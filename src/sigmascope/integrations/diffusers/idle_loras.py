@@ -1,9 +1,8 @@
 """Why the LoRAs of a call do nothing in it, where none of them acts (`begin_idle_lora_findings`).
 
 A LoRA that was on the pipeline before the watch began has no stage that could say so, nor has one that the call itself
-leaves out: it scales the LoRA to 0 (`scales_of_call`), or what the LoRA is on does not run, or is not used
-(`used_layers.py`). A LoRA on a text encoder also acts through
-embeddings that were made with it before. `EMBEDDINGS` knows with which LoRAs the watched encodings of this process were
+leaves out: it scales the LoRA to 0 (`scales_of_call`), or what the LoRA is on does not run, or may not be used
+(`late_layers.py`). A LoRA on a text encoder also acts through embeddings that were made with it before. `EMBEDDINGS` knows with which LoRAs the watched encodings of this process were
 made; of other embeddings the answer is that nobody knows.
 """
 
@@ -25,14 +24,13 @@ from sigmascope.integrations.diffusers.control_nets import (
     net_of,
     on_last_layers,
 )
+from sigmascope.integrations.diffusers.late_layers import is_on_late_layers
 from sigmascope.integrations.diffusers.recipe import (
     Content,
-    attached_layers,
     attached_loras,
     loras_of,
     models_in,
 )
-from sigmascope.integrations.diffusers.used_layers import Used, is_late
 from sigmascope.integrations.diffusers.watch_session import LoraChange
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
@@ -62,7 +60,6 @@ class SeenInCall(NamedTuple):
         vaes: The names of its VAEs.
         steps: How many steps it made.
         changes: What changed its LoRAs meanwhile.
-        used_layers: Of text encoders with a LoRA on late layers alone, what was used.
         control_scales: By ControlNet the size of the largest scale that it was called with.
     """
 
@@ -73,7 +70,6 @@ class SeenInCall(NamedTuple):
     vaes: Collection[str] = ()
     steps: int = 0
     changes: Sequence[LoraChange] = ()
-    used_layers: Used = MappingProxyType({})
     control_scales: Mapping[str, float] = MappingProxyType({})
 
     def is_left_out(self, component: str) -> bool:
@@ -106,13 +102,11 @@ def half_of_vae(vae: str, half: str) -> str:
 class Encoding(NamedTuple):
     """How embeddings were made: the contents of the LoRAs that acted on each encoder that ran.
 
-    `version` is the tensor's then: PyTorch counts what is written to it. `unused` has by encoder the LoRAs that are on
-    layers which were not used, with what was.
+    `version` is the tensor's then: PyTorch counts what is written to it.
     """
 
     version: int
     contents: Mapping[str, Sequence[Content]]
-    unused: Mapping[str, Sequence[tuple[Content, str]]]
 
 
 class Embeddings:
@@ -122,12 +116,7 @@ class Embeddings:
         self._by_tensor: ByIdentity[Encoding] = ByIdentity()
 
     def note(
-        self,
-        pipeline: object,
-        arguments: Mapping[str, Any],
-        ran: Collection[str],
-        made: object,
-        used: Used = MappingProxyType({}),
+        self, pipeline: object, arguments: Mapping[str, Any], ran: Collection[str], made: object
     ) -> None:
         """Remember an encoding.
 
@@ -136,23 +125,19 @@ class Embeddings:
             arguments: Of `encode_prompt`. Of what it makes of given embeddings, or at a scale of 0, nothing is known.
             ran: The components that ran.
             made: The tensors that it returned, or lists of them.
-            used: Of encoders with a LoRA on late layers alone, what was used.
         """
         if any(given_embeddings(arguments)) or arguments.get("lora_scale") == 0:
             return
         loras = loras_of(pipeline, only=ran)
         contents: dict[str, list[Content]] = {}
-        unused: dict[str, list[tuple[Content, str]]] = {}
         for name in ran:
             active = _active_on(name, loras)
-            behind = _behind_used(pipeline, active, used)
-            if None not in behind.values():
-                contents[name] = [one["content"] for lora, one in active.items() if lora not in behind]
-                unused[name] = [(active[lora]["content"], words) for lora, words in behind.items() if words]
+            if not _on_late_layers(pipeline, active, [name]):
+                contents[name] = [lora["content"] for lora in active.values()]
         for tensor in _tensors_in(made):
             version = _version(tensor)
             if version is not None:
-                self._by_tensor.put(tensor, Encoding(version, contents, unused))
+                self._by_tensor.put(tensor, Encoding(version, contents))
 
     def made_with(
         self, loras: Loras, positive: Sequence[Tensor], negative: Sequence[Tensor]
@@ -167,28 +152,12 @@ class Embeddings:
         found = [(lora, self._contents_at(name, positive, negative)) for name, lora in loras.items()]
         contents = [lora["content"] for lora, _ in found]
         contents += [one for _, sides in found for side in sides for kept in side for one in kept or ()]
-        contents += [one for name in loras for one, _ in self._unused(name, positive)]
 
         def tell() -> bool | None:
             answers = [_is_in(lora["content"], *sides) for lora, sides in found]
             return True if True in answers else None if None in answers else False
 
         return Pending(tell, contents)
-
-    def unused_layers(self, loras: Loras, positive: Sequence[Tensor]) -> dict[str, str]:
-        """By encoder what the making of these embeddings used of it, where it was made with such a LoRA behind that."""
-        return {
-            component_of(name): words
-            for name, lora in loras.items()
-            for content, words in self._unused(name, positive)
-            if _was_among(lora["content"], [content])
-        }
-
-    def _unused(self, lora: str, tensors: Sequence[Tensor]) -> Iterator[tuple[Content, str]]:
-        for tensor in tensors:
-            known = self._by_tensor.get(tensor)
-            if known is not None and known.version == _version(tensor):
-                yield from known.unused.get(component_of(lora), ())
 
     def _contents_at(self, lora: str, *sides: Sequence[Tensor]) -> list[list[Sequence[Content] | None]]:
         component = component_of(lora)
@@ -272,11 +241,8 @@ def begin_idle_lora_findings(
     active = {name: lora for name, lora in loras.items() if lora["active"]}
     left_out = {name: lora for name, lora in active.items() if seen.is_left_out(component_of(name))}
     parts = _halves_left_out(pipeline, active, seen)
-    parts |= {
-        name: (_NOT_SEEN, _NOT_FOLLOWED.format(component_of(name))) if words is None else (_UNUSED, words)
-        for name, words in _behind_used(pipeline, active, seen.used_layers).items()
-        if name not in left_out
-    }
+    late = _on_late_layers(pipeline, active, seen.encoders) - left_out.keys()
+    parts |= {name: (_ON_LATE, component_of(name)) for name in late}
     left_out |= {name: active[name] for name in parts}
     running = {name: lora for name, lora in active.items() if name not in left_out}
     detour = _detour_in(pipeline, running)
@@ -328,7 +294,7 @@ def begin_idle_lora_findings(
         if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
             return beside
         idle = [*of_running, *of_left_out, *([] if running else switched_off)]
-        is_open = (_UNKNOWN, _NOT_SEEN, IN_BASE, MERGED_AT_ZERO)
+        is_open = (_UNKNOWN, _ON_LATE, IN_BASE, MERGED_AT_ZERO)
         unknown = [change for change in idle if change.cause in is_open]
         return [asdict(finding) for finding in idle_findings(unknown or idle)]
 
@@ -398,30 +364,16 @@ def _halves_left_out(pipeline: object, active: Loras, seen: SeenInCall) -> dict[
     return found
 
 
-def _behind_used(pipeline: object, active: Loras, used: Used) -> dict[str, str | None]:
-    """The LoRAs that are on layers of an encoder alone that come after what was used of it, with what was; None: not known."""
-    found: dict[str, str | None] = {}
-    models = models_in(pipeline) if used else {}
-    for name in active:
-        component, _, adapter = name.partition(".")
-        if component not in used or component not in models:
-            continue
-        layers = _layers_with(models[component], component, adapter)
-        known = used[component]
-        if known is None and layers and all(map(is_late, layers)):
-            found[name] = None
-        elif known is not None and layers and all(map(known.comes_after, layers)):
-            found[name] = known.in_words(component)
-    return found
-
-
-def _layers_with(model: nn.Module, component: str, lora: str) -> list[str]:
-    """The names of the layers on which a LoRA acts."""
-    attached = attached_layers(component, model).get(f"{component}.{lora}")
-    if attached is not None:
-        return attached
-    patches = read_adapters(model).value or ()
-    return [patch.key for patch in patches if patch.source == lora and patch.state in _AT_WORK]
+def _on_late_layers(pipeline: object, active: Loras, encoders: Collection[str]) -> set[str]:
+    """The LoRAs that act on late layers of a text encoder alone: nobody sees whether these are used."""
+    models = models_in(pipeline)
+    return {
+        name
+        for name in active
+        if (component := component_of(name)) in encoders
+        and component in models
+        and is_on_late_layers(component, models[component], name)
+    }
 
 
 def _lora_of(patch: "AppliedPatch") -> str:
@@ -650,7 +602,6 @@ def _begin_idle_left_out(
         in_embeddings = made_with.result()
         if zeros.result() or in_embeddings:
             return zeros.result()
-        unused = EMBEDDINGS.unused_layers(encoders, positive)
         cause = _UNKNOWN if in_embeddings is None else "lora_not_in_embeddings"
 
         def because(component: str, lora: str) -> tuple[str, str]:
@@ -658,8 +609,7 @@ def _begin_idle_left_out(
                 return parts[lora]
             if component not in of_encoders:
                 return "lora_not_run", component
-            is_unused = in_embeddings is False and component in unused
-            return (_UNUSED, unused[component]) if is_unused else (cause, component)
+            return cause, component
 
         return [IdleChange(key, *because(component_of(key), lora)) for key, lora in changes.items()]
 
@@ -726,10 +676,8 @@ def _remember_acting(apart: Pending[tuple[object, ...] | None]) -> None:
 
 
 FUSED_BEFORE: Final = "lora_fused_before"
-_UNUSED: Final = "lora_layers_unused"
-"""The finding that a LoRA is on layers of a text encoder alone that come after what is used of it."""
-_NOT_SEEN: Final = "lora_not_seen"
-_NOT_FOLLOWED: Final = "it is on late layers of {} alone, and which layers were used was not seen"
+_ON_LATE: Final = "lora_on_late_layers"
+"""The finding that a LoRA is on layers of a text encoder alone that pipelines may leave out."""
 _UNKNOWN: Final = "lora_encoder_not_run"
 """The finding that a LoRA on a text encoder may act through embeddings that were made elsewhere."""
 _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})

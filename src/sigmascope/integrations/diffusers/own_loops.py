@@ -820,7 +820,8 @@ class OwnLoopObserver(Observer):
             stage.fact("pipeline", replace(facts, class_name=OWN_LOOP))
         calls = self.session.observer(CallObserver)
         why_not = None if error is None else "the loop failed"
-        seen = SeenInCall({}, steps=stack.steps, changes=stack.lora_changes, used_layers=stack.used_layers)
+        encoders = () if facts is None else facts.of_role("text_encoder")
+        seen = SeenInCall({}, encoders=encoders, steps=stack.steps, changes=stack.lora_changes)
         read("watch.request", lambda: tell_request(stage, self.session.recorder.clock))
         self.session.recorder.settle()
         read(

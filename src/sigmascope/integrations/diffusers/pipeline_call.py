@@ -346,7 +346,6 @@ def seen_in(stack: StageStack, arguments: Mapping[str, Any], pipeline: PipelineF
         frozenset(pipeline.of_role("vae")),
         stack.steps,
         stack.lora_changes,
-        stack.used_layers,
         stack.control_scales,
     )
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from sigmascope.analysis.memory import with_owners
 from sigmascope.integrations.diffusers.denoising import Denoising
-from sigmascope.integrations.diffusers.used_layers import Used
 from sigmascope.integrations.imports import when_loaded
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.hooks import (
@@ -384,7 +383,6 @@ class StageStack:
         size: Height and width of what was decoded.
         runs: How many calls of each encoder have stages.
         ran: How often each text encoder was seen to run, and each denoiser whose denoising is over.
-        used_layers: Of text encoders with a LoRA on late layers alone, what encodings used; see `used_layers.py`.
         control_scales: By ControlNet the size of the largest scale that it was called with.
         steps: How many steps were made in denoisings that are over.
         lora_changes: The LoRA methods that were called during the call, each after how many steps.
@@ -411,7 +409,6 @@ class StageStack:
         self.size: tuple[int, int] | None = None
         self.runs: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
-        self.used_layers: Used = {}
         self.control_scales: dict[str, float] = {}
         self.steps = 0
         self.lora_changes: list[LoraChange] = []
