@@ -73,22 +73,17 @@ class LoraStanding(NamedTuple):
 
 def standing(run: Run) -> LoraStanding | None:
     """What becomes of the LoRAs of a run; None if it says nothing of any."""
-    idle, spoils, acts = idle_lora(run), spoiling_lora(run), acting_lora(run)
+    idle, spoils = idle_lora(run), _spoiling(run)
     if idle is not None:
         is_open = not _of_prompt(run) and _idle_finding(run).get("id") in OPEN_VERDICTS
         return LoraStanding("unknown", idle, None) if is_open else LoraStanding("does nothing", idle, False)
-    if spoils is not None:
-        return LoraStanding("without values" if " without values" in spoils else "NaN or Inf", spoils, False)
-    if acts is None:
-        unknown = _open_change(run) or _fused_before(run)
-        return None if unknown is None else LoraStanding("unknown", unknown, None)
-    if acts.startswith(_TAKEN_OFF):
-        return LoraStanding("taken off", acts, None)
-    change = _last_change(run)
-    arriving = {told["id"] for told in _on_arriving(run, change)} if change is not None else set()
-    if arriving:
-        return LoraStanding("arrives weak" if _WEAK in arriving else "arrives noisy", acts, False)
-    return LoraStanding(ACTS, acts, True)
+    if spoils:
+        is_empty = spoils.get("id") == "lora_without_values"
+        return LoraStanding(
+            "without values" if is_empty else "NaN or Inf", str(spoils["message"]), is_well=False
+        )
+    unknown = _open_change(run) or _fused_before(run)
+    return _acting_standing(run) or (None if unknown is None else LoraStanding("unknown", unknown, None))
 
 
 def _open_change(run: Run) -> str | None:
@@ -300,7 +295,7 @@ def _said(verdicts: list[Mapping[str, Any]]) -> str:
 
 def _is_idle(analysis: Mapping[str, Any]) -> bool:
     findings = analysis.get("findings")
-    if analysis.get("effective") is not False or _spoilt(findings) is not None:
+    if analysis.get("effective") is not False or _spoilt(findings):
         return False
     is_as_before = any(_mapping(finding).get("id") == _AS_BEFORE for finding in findings or ())
     return not is_as_before and bool(_cause(findings))
@@ -327,7 +322,7 @@ def idle_in_call(stage: Stage) -> list[Mapping[str, Any]]:
 
 def lacks_values(stage: Stage) -> bool:
     """Whether a call ran with LoRAs of which some tensors have no values: what it computed is chance."""
-    return _spoilt(stage.facts.get(IDLE_LORAS)) is not None
+    return bool(_spoilt(stage.facts.get(IDLE_LORAS)))
 
 
 def _in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:
@@ -349,17 +344,23 @@ def refused_lora(failed: Stage) -> str | None:
 
 def spoiling_lora(run: Run) -> str | None:
     """Where the LoRAs hold NaN or Inf, or have no values, if these act as the last change left them, or in the last call."""
+    spoils = _spoiling(run)
+    return str(spoils["message"]) if spoils else None
+
+
+def _spoiling(run: Run) -> Mapping[str, Any]:
     last = _last_change(run)
-    said = None if last is None else _spoilt(_mapping(last.facts.get(_FACT)).get("findings"))
+    told = {} if last is None else _spoilt(_mapping(last.facts.get(_FACT)).get("findings"))
     calls = [stage.facts.get(IDLE_LORAS) for stage in run.walk() if RECIPE in stage.facts]
-    return said or (_spoilt(calls[-1]) if calls else None)
+    return told or (_spoilt(calls[-1]) if calls else {})
 
 
-def _spoilt(findings: object) -> str | None:
-    for finding in map(_mapping, findings if isinstance(findings, list | tuple) else ()):
-        if finding.get("id") in _SPOILS and _mapping(finding.get("evidence")).get("acting"):
-            return str(finding["message"])
-    return None
+def _spoilt(findings: object) -> Mapping[str, Any]:
+    """The first finding by which all that LoRAs touch becomes NaN or chance, if these act; empty if there is none."""
+    told = map(_mapping, findings if isinstance(findings, list | tuple) else ())
+    return next(
+        (one for one in told if one.get("id") in _SPOILS and _mapping(one.get("evidence")).get("acting")), {}
+    )
 
 
 def acting_lora(run: Run) -> str | None:
@@ -367,15 +368,23 @@ def acting_lora(run: Run) -> str | None:
 
     Of a prompt of which some LoRAs act, all are named, these first.
     """
+    found = None if _spoiling(run) else _acting_standing(run)
+    return None if found is None else found.says
+
+
+def _acting_standing(run: Run) -> LoraStanding | None:
+    """What becomes of LoRAs that act, or that a change took off before the last call."""
     stage = _last_change(run)
-    if spoiling_lora(run) is not None:
-        return None
+    arrives = {} if stage is None else {told["id"]: str(told["message"]) for told in _on_arriving(run, stage)}
     of_prompt = _of_prompt(run)
     if any(one.get("effective") is True for one in of_prompt):
-        return _said(sorted(of_prompt, key=lambda one: one.get("effective") is not True))
+        return _as_arrived(
+            _said(sorted(of_prompt, key=lambda one: one.get("effective") is not True)), arrives
+        )
     if stage is None:
         left = _left_in_weights(run)
-        return _in_weights(left) if left else _on_before(run)
+        says = _in_weights(left) if left else _on_before(run)
+        return None if says is None else _as_arrived(says, arrives)
     last = _mapping(stage.facts.get(_FACT))
     sides = [
         (name, changes, _mapping(last.get(f"{side}_lora_patches")))
@@ -385,16 +394,15 @@ def acting_lora(run: Run) -> str | None:
     is_on = any(_acting(patches) for _, _, patches in sides)
     if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
         left = _left_in_weights(run)
-        return _in_weights(left) if left else _taken_off(run, stage)
+        return _as_arrived(_in_weights(left), arrives) if left else _taken_off(run, stage)
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
     in_weights = is_on and _is_in_weights(run, stage)
     since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None
     if since is not None:
         before = f" ‖ΔW‖ / ‖W‖ was {' and '.join(sizes)} before." if sizes else ""
-        return since + before if since else None
-    arrives = {told["id"]: str(told["message"]) for told in _on_arriving(run, stage)}
+        return _as_arrived(since + before, arrives) if since else None
     if _WEAK in arrives:
-        return arrives[_WEAK]
+        return _as_arrived(arrives[_WEAK], arrives)
     confirmed = sum(
         check.get("result") == "confirmed" for _, changes, _ in sides for check in _checks(changes)
     )
@@ -406,8 +414,15 @@ def acting_lora(run: Run) -> str | None:
     words += "".join(dict.fromkeys(said for _, _, patches in sides for said in _beside_acting(patches)))
     words += _not_run_since(run, stage)
     if _NOISY in arrives:
-        return f"{words} {arrives[_NOISY]}"
-    return f"{words} {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else words
+        return _as_arrived(f"{words} {arrives[_NOISY]}", arrives)
+    words += f" {units.counted(confirmed, 'weight')} in use confirmed it." if confirmed else ""
+    return _as_arrived(words, arrives)
+
+
+def _as_arrived(says: str, arrives: Collection[str]) -> LoraStanding:
+    """What is said of LoRAs that act, with the findings on what of them arrived in coarse weights."""
+    words = "arrives weak" if _WEAK in arrives else "arrives noisy" if _NOISY in arrives else ACTS
+    return LoraStanding(words, says, is_well=words == ACTS)
 
 
 def _names_of_sides(change: Stage) -> tuple[tuple[str, str], ...]:
@@ -511,7 +526,6 @@ def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
     return any("merged" in _mapping(lora.get("states")) for lora in _acting(patches).values())
 
 
-_TAKEN_OFF: Final = "No LoRA acts:"
 _TAKE_OFF: Final = frozenset(
     {"delete_adapters", "merge_and_unload", "unload", "unload_lora", "unload_lora_weights"}
 )
@@ -676,13 +690,14 @@ def _has_steps_left(run: Run, change: Stage) -> bool:
     return isinstance(over, int) and over < steps
 
 
-def _taken_off(run: Run, change: Stage) -> str | None:
+def _taken_off(run: Run, change: Stage) -> LoraStanding | None:
     """That calls ran after the last change took LoRAs off, if any did."""
     calls, _ = _calls_after(run, change)
     method = change.facts.get("method")
     if not calls or method not in _TAKE_OFF:
         return None
-    return f"{_TAKEN_OFF} {method} took off what was on, before the last call."
+    says = f"No LoRA acts: {method} took off what was on, before the last call."
+    return LoraStanding("taken off", says, is_well=None)
 
 
 def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
