@@ -99,14 +99,16 @@ def _lora_of_zeros(folder: Path) -> Made:
     state = {name: torch.zeros_like(tensor) for name, tensor in _lora().items()}
     count = len(modules_of(state))
     says = f"The LoRA changes nothing: all its changes are zero, in {count} "
-    return _with_lora(folder, state, says, "It changes nothing.", f"{count} of {count} modules")
+    return _with_lora(
+        folder, state, says, "load_lora_weights changed nothing.", f"{count} of {count} modules"
+    )
 
 
 def _lora_for_flux(folder: Path) -> Made:
     state = lora_state(make_pipeline("flux"), parts_of("flux", encoders=False))
     count = len(modules_of(state))
     says = f"None of the {count} modules changes a weight of the model"
-    return _with_lora(folder, state, says, f"0 of {count} modules", "It changes nothing.")
+    return _with_lora(folder, state, says, f"0 of {count} modules", "load_lora_weights changed nothing.")
 
 
 def _lora_with_nan(folder: Path) -> Made:

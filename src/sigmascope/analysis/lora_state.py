@@ -54,7 +54,7 @@ OPEN_VERDICTS: Final = frozenset(
 """Findings that nobody knows whether a LoRA acts."""
 _BESIDE: Final = frozenset({"lora_off_in_base", "lora_beside_merged"})
 """Findings on the model beside the LoRAs that act: no reason why one does not."""
-_AS_BEFORE: Final = "lora_as_before"
+AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
 
@@ -297,7 +297,7 @@ def _is_idle(analysis: Mapping[str, Any]) -> bool:
     findings = analysis.get("findings")
     if analysis.get("effective") is not False or _spoilt(findings):
         return False
-    is_as_before = any(_mapping(finding).get("id") == _AS_BEFORE for finding in findings or ())
+    is_as_before = any(_mapping(finding).get("id") == AS_BEFORE for finding in findings or ())
     return not is_as_before and bool(_cause(findings))
 
 

@@ -36,12 +36,12 @@ from sigmascope.analysis.breakdown import (
     time_breakdown,
     times_in_words,
 )
-from sigmascope.analysis.lora_state import idle_lora, standing
+from sigmascope.analysis.lora_state import AS_BEFORE, idle_lora, standing
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import LORAS, NONE, recipe_groups, recipe_of
 from sigmascope.analysis.run_comparison import FigureComparison
 from sigmascope.analysis.run_figures import GENERATION, known, percentile, step_seconds
-from sigmascope.analysis.what_changed import what_changed
+from sigmascope.analysis.what_changed import WhatChanged, what_changed
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import PROCESS, SYSTEM, readable_curves
 from sigmascope.records.prompts import PromptPrivacy, cleaner, privacy_of, without_texts
@@ -251,7 +251,7 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         "steps": list(islice(_steps(run.stages), _MOST_STEP_CHARTS)),
         "peaks": list(_peaks(run)),
         "loras": [
-            _lora_view(analysis)
+            _lora_view(analysis, stage.facts.get("method"))
             for stage in run.walk()
             if isinstance(analysis := stage.facts.get("lora_application"), Mapping)
         ],
@@ -617,8 +617,13 @@ def _peaks(run: Run) -> Iterator[dict[str, str]]:
         }
 
 
-def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """What an analysis of a LoRA's application says: whether it acts, what did not match, how strong it is where."""
+def _lora_view(analysis: Mapping[str, Any], method: object) -> dict[str, Any]:
+    """What an analysis of a LoRA's application says: whether it changed something, what did not match, how much it changed where.
+
+    Args:
+        analysis: The fact of a stage.
+        method: What was called in it, if that is known.
+    """
     verdict, file = _mapping(analysis.get("verdict")), _mapping(analysis.get("lora_file"))
     modules = verdict.get("modules")  # of a record written earlier, only how many
     unmatched = [
@@ -651,7 +656,8 @@ def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
             for one in arriving
             if is_duration(one.get("noise")) and isinstance(one.get("share"), int | float)
         ],
-        "effective": analysis.get("effective"),
+        **_outcome_of_change(analysis, str(method or "It"), is_load=bool(file.get("filename"))),
+        "method": method,
         "file": file.get("filename"),
         "rank": file.get("rank"),
         "confirmed": sum(check.get("result") == "confirmed" for _, check in checks),
@@ -671,6 +677,17 @@ def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
             for name, change in blocks
         ],
     }
+
+
+def _outcome_of_change(analysis: Mapping[str, Any], what: str, *, is_load: bool) -> dict[str, str]:
+    """Whether a change of LoRAs changed what the models compute. It says nothing of the run's end: later ones may undo it."""
+    effective = analysis.get("effective")
+    if effective is True:
+        return {"outcome": f"{what} changed the model.", "tone": "good" if is_load else ""}
+    if effective is not False:
+        return {"outcome": f"Whether {what[0].lower()}{what[1:]} changed the model is not known.", "tone": ""}
+    is_as_before = any(_mapping(told).get("id") == AS_BEFORE for told in analysis.get("findings") or ())
+    return {"outcome": f"{what} changed nothing.", "tone": "" if is_as_before else "bad"}
 
 
 def _whole_percent(fraction: float) -> str:
@@ -713,12 +730,21 @@ def _change_in_words(figure: FigureComparison) -> str:
     return change if figure.state == "changed" else f"{figure.state} {change}"
 
 
+def _tone_of_comparison(runs: Sequence[Run], changed: WhatChanged) -> str:
+    """Bad where more runs fail than before or LoRAs no longer act, warn where that is open; a mere difference has none."""
+    before, now = ({told and told.is_well for told in map(standing, side)} for side in (runs[:1], runs[1:]))
+    if changed.fails_more or (now == {False} and before != {False}):
+        return "bad"
+    return "warn" if before == {True} and now == {None} and all(map(standing, runs)) else ""
+
+
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     """The runs after the first beside the first."""
     changed = what_changed(runs[1:], runs[:1])
     largest = max((max(before, now) for _, before, now in changed.rows), default=0.0) or 1.0
     return {
         "headline": changed.headline,
+        "tone": _tone_of_comparison(runs, changed),
         "recipe": [(name, before, now) for name, (before, now) in changed.recipe.items()],
         "figures": [
             (_name_of(figure), *_before_and_now(figure), _change_in_words(figure))

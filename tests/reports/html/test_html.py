@@ -273,7 +273,7 @@ def test_a_file_is_written_by_the_run_itself(tmp_path: Path) -> None:
 
 def test_lora_strengths_by_block_and_what_did_not_match_are_shown() -> None:
     page = Page(to_html(run_that_holds("block"), prompts="full"))
-    assert "It changes the model." in page.texts
+    assert "It changed the model." in page.texts
     assert json.loads(page.scripts[0])["run"]["name"] == "block"
 
 
