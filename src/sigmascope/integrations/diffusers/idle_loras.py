@@ -302,23 +302,45 @@ def begin_idle_lora_findings(
 
 
 def fused_and_gone(pipeline: object, loras: Loras, *, is_heard: bool) -> list[dict[str, Any]]:
-    """That the pipeline lists LoRAs as fused that no layer has merged, where none acts: the weights do not tell of them.
+    """That LoRAs were fused which no layer has merged, where none acts: the weights do not tell of them.
 
     Args:
         pipeline: What was called.
         loras: As `loras_of` gives them now.
         is_heard: Whether LoRAs were changed in the watch: that tells what became of those that are there, and of the last one.
     """
-    listed = attribute(pipeline, "fused_loras")
-    if not isinstance(listed, set | frozenset | list | tuple) or (is_heard and not loras):
+    if (is_heard and not loras) or any(lora["active"] for lora in loras.values()):
         return []
+    listed = attribute(pipeline, "fused_loras")
     known = {name.partition(".")[2] for name, lora in loras.items() if is_heard or lora.get("merged")}
-    gone = sorted({*map(str, listed)} - known)
-    if not gone or any(lora["active"] for lora in loras.values()):
+    is_list = isinstance(listed, set | frozenset | list | tuple)
+    gone = sorted({*map(str, listed)} - known) if is_list else []
+    elsewhere = [] if gone or is_heard else _fused_elsewhere(pipeline, loras)
+    if not gone and not elsewhere:
         return []
     from sigmascope.lora.verdict import verdict_finding
 
-    return [asdict(verdict_finding(FUSED_BEFORE, {"loras": len(gone)}, adapters=" and ".join(gone)))]
+    said = (
+        f"the pipeline lists {' and '.join(gone)} as fused"
+        if gone
+        else f"other code than this pipeline called fuse_lora on {' and '.join(elsewhere)}"
+    )
+    return [asdict(verdict_finding(FUSED_BEFORE, {"loras": len(gone) or None}, fused=said))]
+
+
+def _fused_elsewhere(pipeline: object, loras: Loras) -> list[str]:
+    """The models without a LoRA's layers that diffusers fused one into, where the pipeline did not: its own list tells of that.
+
+    So are those of a pipeline that was made of another (`from_pipe`): the list stays behind, with the other one.
+    """
+    if "_merged_adapters" in (attribute(pipeline, "__dict__") or ()):
+        return []
+    with_layers = {component_of(name) for name in loras}
+    return [
+        name
+        for name, model in models_in(pipeline).items()
+        if name not in with_layers and "_safe_fusing" in vars(model)
+    ]
 
 
 def _off_in_base(pipeline: object, loras: Loras) -> list[dict[str, Any]]:

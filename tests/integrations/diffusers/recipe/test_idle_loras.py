@@ -665,6 +665,36 @@ def test_of_a_lora_that_was_fused_before_the_watch_and_unloaded_it_is_open_wheth
     assert ("the pipeline lists style as fused, no layer has it merged" in found.says) is not watched
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("fused", "unknown"), ("fused and kept", "acts"), ("unfused", "unknown"), ("not at all", None)],
+)
+def test_a_pipeline_made_of_one_that_fused_a_lora_does_not_run_as_if_there_were_none(
+    how: str, words: str | None
+) -> None:
+    """The list of what is fused stays behind with the other pipeline, which alone knows what was unfused."""
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    load(pipeline)
+    if how != "not at all":
+        pipeline.fuse_lora()
+    if how == "unfused":
+        pipeline.unfuse_lora()
+    if how != "fused and kept":
+        pipeline.unload_lora_weights()
+    made = type(pipeline).from_pipe(pipeline)
+    with sigmascope.watch(made) as watching:
+        is_moved = not torch.allclose(generate(made, "sd15", num_inference_steps=1), bare, atol=1e-4)
+    assert is_moved is how.startswith("fused")
+    found = standing(watching.record())
+    assert (found and found.words) == words
+    says = "other code than this pipeline called fuse_lora on unet, no layer has it merged"
+    assert (found is not None and says in found.says) is (words == "unknown")
+    with sigmascope.watch(pipeline) as watching:
+        generate(pipeline, "sd15", num_inference_steps=1)
+    assert (told(watching.record()) == {"lora_fused_before"}) is (how == "fused")
+
+
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("name", ["style", "other"])
 def test_a_fused_lora_may_act_beside_one_that_was_loaded_later_and_is_off(name: str, watched: bool) -> None:
