@@ -412,6 +412,25 @@ def test_the_first_sentence_says_who_loads_nothing_of_a_file_that_matches(
     assert said.startswith(f"All {some}")
 
 
+def test_an_unknown_prefix_is_told_first_with_the_call_that_loads_it(
+    pipelines: Pipelines, save: Save, tmp_path: Path
+) -> None:
+    state = load_file(save(pipelines("sd15"), "unet"))
+    path = tmp_path / "model.safetensors"
+    save_file({f"model.{key}": value for key, value in state.items()}, path)
+    pipelines("sd15").unet.save_pretrained(tmp_path / "unet")
+    command = ["lora", "inspect", str(path), "--model", str(tmp_path / "unet")]
+    said = " ".join(CliRunner().invoke(app, command).output.split())
+    assert said.startswith(
+        "All 181 modules of the LoRA match unet, but diffusers 0.42 with PEFT loads none of this file."
+    )
+    assert 'Load it with pipe.unet.load_lora_adapter(FILE, prefix="model.unet"), or convert it' in said
+    for prefix, layers in (("unet", 0), ("model.unet", 181)):
+        unet = copy.deepcopy(pipelines("sd15").unet)
+        unet.load_lora_adapter(load_file(path), prefix=prefix)
+        assert sum(".lora_A." in name for name, _ in unet.named_parameters()) == layers
+
+
 def test_a_file_that_no_host_loads_has_its_next_step_and_loads_after_it(
     pipelines: Pipelines, save: Save, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ itself. The words are those of `sigmascope.lora.verdict`.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import takewhile
 from typing import Any, Final
 
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
@@ -389,7 +390,7 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     yield from _comfyui_names(verdict, keys)
     yield from _differences(verdict, keys)
     yield from _half_of_attention(verdict)
-    yield from _prefix(verdict)
+    yield from _prefix(verdict, keys)
     yield from _some_biases(verdict, keys)
     yield from _not_in_diffusers(verdict)
     yield from _magnitudes(keys)
@@ -504,7 +505,7 @@ def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:
         )
 
 
-def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
+def _prefix(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
     """`load_lora_adapter` expects the prefix `transformer`; with any other it only warns and loads nothing.
 
     Nor does `load_lora_weights` load names without any prefix, except for the few families that their record names.
@@ -528,7 +529,22 @@ def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
             "lora_adapter_prefix", {"prefix": known[0] if known else None}, argument=argument
         )
         return
-    yield verdict_finding("lora_part_unnamed", {"prefix": None}, part=family.component)
+    prefix = _unknown_prefix(verdict, keys)
+    argument = f'prefix="{prefix}"' if prefix else "prefix=None"
+    yield verdict_finding("lora_part_unnamed", {"prefix": prefix}, part=family.component, argument=argument)
+
+
+def _unknown_prefix(verdict: LoraVerdict, keys: Sequence[str]) -> str | None:
+    """What stands in all keys before the names of layers, such as `model.unet`; None if nothing does."""
+    of_keys, of_names = _shared_start(keys), _shared_start([module.name for module in verdict.modules])
+    before = of_keys.rpartition(of_names)[0] if of_names else of_keys
+    return before.removesuffix(".") or None
+
+
+def _shared_start(names: Sequence[str]) -> str:
+    """The parts with which all names begin, but for the last: `a.b` of `a.b.c` and `a.b.d`."""
+    both = zip(min(names).split(".")[:-1], max(names).split(".")[:-1], strict=False)
+    return ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def _on_controlnet(modules: Sequence[ModuleVerdict], verdict: LoraVerdict) -> Iterator[Finding]:

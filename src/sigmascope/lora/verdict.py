@@ -521,7 +521,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "warning",
         "diffusers loads nothing from this file, and only warns, since no name in it begins with the part that it is for "
         "({part}.).",
-        "Load it with pipe.{part}.load_lora_adapter(FILE, prefix=None), or convert it to PEFT's format, which adds the part "
+        "Load it with pipe.{part}.load_lora_adapter(FILE, {argument}), or convert it to PEFT's format, which adds the part "
         "(sigmascope lora convert).",
         about_names=True,
     ),

@@ -533,6 +533,9 @@ def _match_sentence(report: "LoraInspection", on_model: OnModel) -> Text:
     verdict = on_model.verdict
     said = match_sentence(verdict, model_name(on_model.model))
     refusing = loading_nothing(report.hosts) if not verdict.unmatched else []
+    is_unnamed = any(finding.id == "lora_part_unnamed" for finding in verdict.findings)
+    if is_unnamed and not verdict.unmatched and report.hosts[0].taken is None:
+        refusing.insert(0, report.hosts[0].host)
     if refusing:
         said = f"{said.removesuffix('.')}, but {' and '.join(refusing)} load{'s' if len(refusing) == 1 else ''} none of this file."
     style = "bold red" if verdict.unmatched else "yellow" if refusing else "green"
