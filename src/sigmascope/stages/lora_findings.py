@@ -396,7 +396,12 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
         acting = spoilt_weights(patches)
         key = next(iter(acting), not_finite[0])
         evidence: _Evidence = {"keys": len(not_finite), "acting": len(acting), "example": key}
-        yield verdict_finding("lora_not_finite", evidence, holders=f"{name}: the {hold}", first=key)
+        yield verdict_finding(
+            "lora_not_finite",
+            evidence,
+            holders=f"{name}: the {hold}",
+            first=first_few([key, *not_finite[1:]], 1),
+        )
     for twice in patches["applied_twice"]:
         sources, keys = " and ".join(twice["sources"]), twice["keys"]
         evidence = {"keys": keys, "example": twice["example"]}

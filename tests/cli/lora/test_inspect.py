@@ -78,6 +78,9 @@ def test_the_first_sentence_answers_before_the_figures(lora: Path, model: Path, 
     zeros = "The LoRA changes nothing: all its changes are zero, in 3 modules. LoRA: "
     assert first().startswith(zeros)
     assert first("--model", model).startswith(zeros)
+    assert "Modules that do almost nothing: 3" in first()
+    assert "columns that change nothing" not in first()  # which all of them are
+    assert "Strongest modules" not in first()
     save_file({key: tensor / (".lora_down" not in key) for key, tensor in sound.items()}, lora)
     assert first("--model", model).startswith("3 of 3 modules hold NaN or Inf: ")
 

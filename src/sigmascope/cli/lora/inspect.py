@@ -316,12 +316,15 @@ def print_inspection(console: Console, report: "LoraInspection", *, verbose: boo
     console.print(title("LoRA", report.path.name))
     console.print(facts(_totals(report)))
     console.print(_blocks(report))
-    shown = report.modules if verbose else report.strongest
-    if shown:  # of DoRA alone, no strength is known without the base
+    shown = report.modules if verbose else [module for module in report.strongest if module.norm]
+    if shown:  # of DoRA alone, no strength is known without the base; of zeros, none is the strongest
         console.print(_modules("Every module" if verbose else "Strongest modules", shown))
     listed(console, "Modules with NaN or Inf", report.not_finite, style="bold red")
     listed(console, "Modules that do almost nothing", report.near_zero)
-    dead = [f"{name}: {columns} of its columns" for name, columns in report.dead_columns.items()]
+    idle = {*report.near_zero}
+    dead = [
+        f"{name}: {many} of its columns" for name, many in report.dead_columns.items() if name not in idle
+    ]
     listed(console, "Modules with columns that change nothing", dead)
     waiting = [module.name for module in report.modules if module.problem == "needs_base"]
     listed(console, "Measured only beside their base model", waiting, style="cyan")
