@@ -745,7 +745,7 @@ def test_what_each_host_takes_is_said_with_its_strength(tmp_path: Path) -> None:
     assert loads_in_words(own) == "into an LBM here, 1 of 1 module"
     odd = tmp_path / "odd.safetensors"
     save_file({f"my.{end}.weight": torch.ones(4, 4) for end in ("lora_A", "lora_B")}, odd)
-    assert loads_in_words(odd).startswith("diffusers unverified (the model family is not known)")
+    assert loads_in_words(odd).startswith("diffusers unverified (the file does not tell its model family)")
 
 
 @pytest.mark.parametrize("format", ["peft", "kohya", "comfyui"])

@@ -238,7 +238,7 @@ def test_names_of_no_known_family_are_unknown_and_not_0(tmp_path: Path) -> None:
     )
     for reading in host_readings(tmp_path / "odd.safetensors"):
         assert reading.taken is None
-        assert reading.unavailable == {"taken": "the model family is not known"}
+        assert reading.unavailable == {"taken": "the file does not tell its model family"}
 
 
 def test_a_header_that_cannot_be_read_leaves_the_strength_unknown(tmp_path: Path) -> None:
