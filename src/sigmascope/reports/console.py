@@ -5,6 +5,7 @@ tables more: which blocks and which operators take its time. All of it is shown 
 do.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -103,7 +104,10 @@ def _acting(run: Run) -> Iterator[Text]:
 def _short_findings(findings: Sequence[Finding], verdict: str) -> Iterator[Text]:
     """Each finding, but for those of which all is told by the verdict and the findings before."""
     told, advised = verdict, set[str | None]()
+    ids = {finding.id for finding in findings}
     for finding in findings:
+        if _NOTHING_FITS in ids and _says_it_of_all(finding):
+            continue
         is_told, is_advised = _is_in(finding.message, told), finding.advice in advised
         if not is_told or not is_advised:
             yield _short_finding(replace(finding, advice=None) if is_advised else finding, told)
@@ -111,9 +115,21 @@ def _short_findings(findings: Sequence[Finding], verdict: str) -> Iterator[Text]
         advised.add(finding.advice)
 
 
+_NOTHING_FITS: Final = "lora_matches_nothing"
+"""A finding that gives the reason, too."""
+
+
+def _says_it_of_all(finding: Finding) -> bool:
+    """Whether a finding only repeats that no module of a file fits, or none is loaded."""
+    modules = finding.evidence.get("modules")
+    of_all = modules is not None and modules == finding.evidence.get("of")
+    return finding.id == "lora_not_loaded" or (of_all and finding.id != _NOTHING_FITS)
+
+
 def _is_in(message: str, told: str) -> bool:
-    """Whether something was told already, perhaps after a colon, where it begins with a small letter."""
-    return message in told or message[:1].lower() + message[1:] in told
+    """Whether something was told already: after a colon it begins with a small letter, and of a model modules are weights."""
+    forms = (message, message[:1].lower() + message[1:], re.sub(r"\bmodule(s?)\b", r"weight\1", message))
+    return any(form in told for form in forms)
 
 
 def _short_finding(finding: Finding, verdict: str) -> Text:

@@ -207,6 +207,34 @@ def test_no_advice_stands_twice_in_the_summary_and_no_reason_that_follows_a_colo
     assert told == [1, 1, 1]
 
 
+def test_zeros_are_told_once_though_a_file_has_modules_and_a_model_weights() -> None:
+    says = "The LoRA changes nothing: all its changes are zero, in 80 {}."
+    call = {"id": "lora_is_zero", "severity": "warning", "message": says.format("weights"), "evidence": {}}
+    file = Finding("lora_is_zero", "warning", says.format("modules"), {}, "Train it further.")
+    stage = Stage("generation", 0.0, 1.0, facts={"idle_loras": [call]})
+    summary = printed(replace(run_of(stage), findings=(file,)), full=False)
+    assert [summary.count(text) for text in ("changes are zero", "Train it further.")] == [1, 1]
+
+
+def test_that_nothing_of_a_file_is_loaded_is_not_told_beside_why_none_of_it_fits() -> None:
+    why = Finding("lora_matches_nothing", "critical", "None of the 14 modules fits.", {}, "Use its own.")
+    whole = Finding("lora_not_loaded", "critical", "None of 14 is there: no module fits.", {}, "Use its own.")
+    by_reason = Finding(
+        "lora_other_architecture",
+        "error",
+        "14 of 14 are for FLUX.",
+        {"modules": 14, "of": 14},
+        "Use its own.",
+    )
+    some = Finding("lora_unknown", "error", "3 of 14 are odd.", {"modules": 3, "of": 14}, "Use its own.")
+    run = replace(run_of(Stage("a", 0.0, 1.0)), findings=(why, whole, by_reason, some))
+    for full in (True, False):
+        text = printed(run, full=full)
+        assert "None of the 14 modules fits." in text
+        assert "3 of 14 are odd." in text
+        assert ("is there" in text, "14 of 14" in text) == (full, full)
+
+
 def test_an_error_of_many_lines_is_cut_in_the_verdict_and_whole_in_full() -> None:
     lines = [f"size mismatch for block.{number}.weight" for number in range(150)]
     error = "\n\t".join(["RuntimeError: Error(s) in loading state_dict for UNet:", *lines])
