@@ -95,6 +95,24 @@ def looked_at(*findings: dict[str, Any], **loras: dict[str, Any]) -> Stage:
 
 
 @pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        ((looked_at(unet__style=STYLE),), " In the call a LoRA acted."),
+        ((looked_at(unet__style=STYLE), looked_at(unet__style=STYLE)), " In all 2 calls a LoRA acted."),
+        (
+            (looked_at(unet__style=STYLE), looked_at(ZEROS, unet__style=STYLE), looked_at()),
+            " In 1 of the 3 calls a LoRA acted.",
+        ),
+        ((looked_at(unet__style=OFF), looked_at(ZEROS, unet__style=STYLE)), ""),
+    ],
+)
+def test_of_loras_that_do_nothing_in_the_end_the_calls_are_counted_in_which_one_acted(
+    calls: tuple[Stage, ...], says: str
+) -> None:
+    assert headline(run_of(*calls, applied(False, ZEROS))) == f"{ZEROS['message']}{says}"
+
+
+@pytest.mark.parametrize(
     ("stages", "says"),
     [
         (

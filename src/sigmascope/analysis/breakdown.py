@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from sigmascope import units
 from sigmascope.analysis.generations import cases
-from sigmascope.analysis.lora_state import idle_lora, refused_lora
+from sigmascope.analysis.lora_state import acted_before, idle_lora, refused_lora
 from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice, use_around
 from sigmascope.analysis.run_figures import (
     GENERATION,
@@ -365,7 +365,9 @@ def headline(run: Run, *, with_whole_error: bool = True) -> str:
         run: The run.
         with_whole_error: Otherwise of an error of many lines there is the first one, and how many more it has.
     """
-    first = _failure(run, with_whole_error) or _fault(run) or idle_lora(run)
+    first = _failure(run, with_whole_error) or _fault(run)
+    if first is None and (idle := idle_lora(run)) is not None:
+        first = f"{idle}{acted_before(run)}"
     if first is None:
         where = _waste(run) or _start_and_each(run) or _longest(run)
         first = " ".join(filter(None, (*_told_first(run), where)))

@@ -120,6 +120,20 @@ def idle_lora(run: Run) -> str | None:
     return next((seen.message for seen in lora_elsewhere(run)), None)
 
 
+def acted_before(run: Run) -> str:
+    """In how many of the calls of a run that ended with idle LoRAs one acted, as a sentence; "" if in none."""
+    calls = [stage for stage in run.walk() if RECIPE in stage.facts] if run.folded is None else []
+    acted = sum(
+        IDLE_LORAS in call.facts
+        and not idle_in_call(call)
+        and any(lora.get("active") for lora in _in_call(call).values())
+        for call in calls
+    )
+    every = "the call" if len(calls) == 1 else f"all {len(calls)} calls"
+    where = every if acted == len(calls) else f"{acted} of the {len(calls)} calls"
+    return f" In {where} a LoRA acted." if acted else ""
+
+
 _NEXT_TO_NOTHING: Final = 0.01
 
 

@@ -66,7 +66,8 @@ def test_a_small_picture_is_shown_whatever_the_prompt_is(prompt: str) -> None:
 
 def test_pictures_of_two_runs_are_side_by_side() -> None:
     other = JPEG[:-2] + "01"
-    html = to_html([with_picture(JPEG, "before"), with_picture(other, "after")])
+    html = to_html([with_picture(JPEG, "fox"), with_picture(other, "fox")])
+    assert re.findall("<figcaption>(.*?)</figcaption>", html) == ["Before: fox", "Now: fox"]
     shown = [base64.b64decode(uri.partition(",")[2]).hex() for uri in uris(html)]
     assert shown == [JPEG, other]
 
