@@ -34,13 +34,14 @@ from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import (
     ABSENCES,
+    VERDICTS,
     is_opposed,
     is_unread,
     opposed_finding,
     unreadable,
     verdict_finding,
 )
-from sigmascope.probes.applied_patch import AppliedPatch, PatchState
+from sigmascope.probes.applied_patch import AppliedPatch, PatchCause, PatchState
 from sigmascope.probes.copies import on_host
 from sigmascope.probes.reading import attempt
 from sigmascope.records.run import Finding, JsonScalar
@@ -85,6 +86,7 @@ class AppliedModule:
         strengths: Those of the patches of that weight.
         sources: The adapters that hold it, if the host names them.
         detail: Why it was not found; None if it was.
+        cause: Why the first patch does nothing, if that is known.
     """
 
     name: str
@@ -96,6 +98,7 @@ class AppliedModule:
     strengths: tuple[float, ...] = ()
     sources: tuple[str, ...] = ()
     detail: str | None = None
+    cause: PatchCause | None = None
 
     @property
     def is_there(self) -> bool:
@@ -458,6 +461,7 @@ def _there(name: str, same: Sequence[_Found]) -> AppliedModule:
         strength=sum(known) if len(known) == len(strengths) else None,
         strengths=tuple(known) if len(known) == len(strengths) else (),
         sources=tuple(source for source in sources if source is not None),
+        cause=same[0].patch.cause,
     )
 
 
@@ -608,7 +612,7 @@ def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
         return
     failed = [module for module in idle if "failed" in module.states]
     reason = idle[0].state_reason or "switched off"
-    yield verdict_finding(
+    finding = verdict_finding(
         "lora_not_applicable" if failed else "lora_not_acting",
         {"modules": len(modules), "idle": len(idle), "failed": len(failed), "reason": reason},
         idle=len(idle),
@@ -617,6 +621,8 @@ def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
         reason=reason,
         first=_named(idle),
     )
+    by_cause = None if failed else VERDICTS.get(f"lora_{idle[0].cause}")
+    yield finding if by_cause is None else replace(finding, advice=by_cause.advice)
 
 
 def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:

@@ -425,7 +425,10 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
         of = f" of {first_few(names, 3)}" if len(patches["loras"]) > 1 else ""
         count = f"{counted(inactive, 'change')}{of} {'is' if inactive == 1 else 'are'}"
         evidence = {"inactive": inactive, "keys": total}
-        yield verdict_finding("lora_inactive", evidence, model=name, count=count)
+        off = verdict_finding("lora_inactive", evidence, model=name, count=count)
+        of_keys = [patch for key in patches["patch_details"].values() for patch in key["patches"]]
+        are_joined = all(one["cause"] == "bypassed" for one in of_keys if one["state"] == "inactive")
+        yield replace(off, message=f"{name}: {count} on projections that are joined.") if are_joined else off
 
 
 def spoilt_weights(patches: PatchAnalysis) -> list[str]:

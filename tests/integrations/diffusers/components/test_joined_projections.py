@@ -99,3 +99,21 @@ def test_the_change_of_joining_is_all_that_the_lora_made(tmp_path: Path) -> None
     changes = run.stage("lora_application").facts["lora_application"]["unet_weight_changes"]
     assert changes["delta_norm"] == pytest.approx(float(whole.norm()), rel=1e-5)
     assert len(changes["keys_value_changed"]) == len(layers)
+
+
+def test_of_joined_projections_beside_others_the_advice_separates_them(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sd15")
+    file = write(lora_state(pipeline, ["unet"], only=".attn1.to_"), tmp_path / "style.safetensors")
+    pipeline.unet.fuse_qkv_projections()
+    with sigmascope.watch(pipeline) as run:
+        pipeline.load_lora_weights(file, adapter_name="style")
+    found = {finding.id: finding for finding in run.record().findings}
+    assert (found["lora_not_acting"].advice or "").startswith("Separate them: unfuse_qkv_projections")
+    assert found["lora_inactive"].message.endswith("on projections that are joined.")
+    pipeline.unet.unfuse_qkv_projections()
+    before = generate(pipeline, "sd15")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.disable_lora()
+    (off,) = (finding for finding in run.record().findings if finding.id == "lora_inactive")
+    assert off.message.endswith("off or of strength 0.")
+    assert not torch.equal(generate(pipeline, "sd15"), before)
