@@ -498,6 +498,7 @@ def _strength_in_call(lora: Mapping[str, Any]) -> str:
 
 
 _WEAK, _NOISY = "lora_arrives_weak", "lora_arrives_noisy"
+ON_ARRIVING: Final = frozenset({_WEAK, _NOISY})
 
 
 def _on_arriving(run: Run, change: Stage) -> list[Mapping[str, Any]]:
@@ -508,7 +509,7 @@ def _on_arriving(run: Run, change: Stage) -> list[Mapping[str, Any]]:
         sides = [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
         if any(side.get("total_patched_keys") for side in sides):
             told = map(_mapping, analysis.get("findings") or ())
-            return [finding for finding in told if finding.get("id") in (_WEAK, _NOISY)]
+            return [finding for finding in told if finding.get("id") in ON_ARRIVING]
     return []
 
 

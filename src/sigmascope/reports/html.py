@@ -36,7 +36,7 @@ from sigmascope.analysis.breakdown import (
     time_breakdown,
     times_in_words,
 )
-from sigmascope.analysis.lora_state import AS_BEFORE, idle_lora, standing
+from sigmascope.analysis.lora_state import AS_BEFORE, ON_ARRIVING, idle_lora, standing
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import LORAS, NONE, recipe_groups, recipe_of
 from sigmascope.analysis.run_comparison import FigureComparison
@@ -286,7 +286,9 @@ def _recipe(run: Run) -> Iterator[dict[str, Any]]:
 def _tone(run: Run) -> str:
     """Of the verdict: bad, warn, or good."""
     severities = {finding.severity for finding in run_findings(run)}
-    if failures(run) or severities & {"critical", "error"} or idle_lora(run) is not None:
+    told = standing(run)
+    is_idle = idle_lora(run) is not None and told is not None and told.is_well is False  # else it is open
+    if failures(run) or severities & {"critical", "error"} or is_idle:
         return "bad"
     return "warn" if "warning" in severities or not run.complete else "good" if run.stages else ""
 
@@ -649,6 +651,9 @@ def _lora_view(analysis: Mapping[str, Any], method: object) -> dict[str, Any]:
         for key, check in _mapping(_mapping(analysis.get(f"{side}_weight_changes")).get("checked")).items()
     ]
     against = [(key, check) for key, check in checks if check.get("result") == "contradicted"]
+    is_lossy = not ON_ARRIVING.isdisjoint(
+        _mapping(told).get("id") for told in analysis.get("findings") or ()
+    )  # then they agree but for what is lost in rounding, which may be all
     return {
         "arrived": [
             f"Of what was merged into {one.get('stored')} weights, {_whole_percent(one['share'])} arrived, with noise of "
@@ -660,7 +665,7 @@ def _lora_view(analysis: Mapping[str, Any], method: object) -> dict[str, Any]:
         "method": method,
         "file": file.get("filename"),
         "rank": file.get("rank"),
-        "confirmed": sum(check.get("result") == "confirmed" for _, check in checks),
+        "confirmed": 0 if is_lossy else sum(check.get("result") == "confirmed" for _, check in checks),
         "contradicted": [
             (key, *(statistic(norm) if is_duration(norm) else "?" for norm in norms))
             for key, check in against

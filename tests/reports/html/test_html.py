@@ -278,6 +278,25 @@ def test_lora_strengths_by_block_and_what_did_not_match_are_shown() -> None:
     assert json.loads(page.scripts[0])["run"]["name"] == "block"
 
 
+@pytest.mark.parametrize(("id", "tone"), [("lora_encoder_not_run", "warn"), ("lora_is_zero", "bad")])
+def test_the_verdict_is_red_only_where_it_is_known_that_loras_do_nothing(id: str, tone: str) -> None:
+    told = {"id": id, "severity": "warning", "message": "Of the LoRA."}
+    stage = Stage("generation", 0.0, 1.0, facts={"idle_loras": [told]})
+    page = to_html(replace(RUN, stages=(stage,), findings=(Finding(id, "warning", "Of the LoRA."),)))
+    assert f'<p class="verdict tone-{tone}">Of the LoRA.' in page
+    assert f'<li class="tile tone-{tone}"><p class="label">LoRA</p>' in page
+
+
+@pytest.mark.parametrize(("id", "is_confirmed"), [("lora_arrives_weak", False), ("lora_overlap", True)])
+def test_weights_do_not_confirm_a_lora_of_which_little_arrives(id: str, is_confirmed: bool) -> None:
+    told = {"id": id, "severity": "warning", "message": "Of the LoRA."}
+    changes = {"checked": {"a": {"result": "confirmed"}}}
+    analysis = {"effective": True, "findings": [told], "unet_weight_changes": changes}
+    stage = Stage("lora_application", 0.0, 1.0, facts={"lora_application": analysis})
+    page = to_html(replace(RUN, stages=(stage,)))
+    assert ("1 of the strongest weights is used as the LoRA says." in page) is is_confirmed
+
+
 def test_a_long_start_is_a_folded_bar_of_the_timeline() -> None:
     """Imports take 20 of 24 s: they have an eighth of the width, and the rest of the axis is the stages'."""
     stage = Stage("denoising", 20.0, 4.0)
