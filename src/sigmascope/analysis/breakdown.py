@@ -615,7 +615,11 @@ def _what_passed(row: TimeShare) -> str:
 
 
 def times_in_words(row: TimeShare) -> str:
-    """How often something was done and what it took each time, such as "16 × 19.0 ms, the longest 17.60 s"."""
+    """How often something was done and what it took each time, such as "16 × 19.0 ms, the longest 17.60 s"; of two far apart, both."""
+    if row.count == len(row.each_seconds) == 2 and max(row.each_seconds) > _LEAST_SPREAD * min(
+        row.each_seconds
+    ):
+        return " and ".join(map(units.seconds, row.each_seconds))
     return f"{row.count:,} × {_each_in_words(row)}" if row.count > 1 else ""
 
 

@@ -371,3 +371,13 @@ def test_a_callback_that_takes_longer_each_time_is_said(callback: str | None, wh
     assert headline(series(*stages)).startswith(
         f"{who} took longer from generation to generation: 200 ms in the first of 8, 3.70 s in the last."
     )
+
+
+@pytest.mark.parametrize(
+    ("second", "said"), [(0.0114, "237 ms and 11.4 ms"), (0.2, "2 × 218 ms")], ids=["far apart", "alike"]
+)
+def test_of_two_stages_that_are_far_apart_both_are_told(second: float, said: str) -> None:
+    """Such as a LoRA's loading and the setting of its strength."""
+    run = series(Stage("lora_application", 0.0, 0.237), Stage("lora_application", 1.0, second))
+    (row,) = (row for row in time_breakdown(run) if row.label == "lora_application")
+    assert times_in_words(row) == said
