@@ -403,7 +403,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_as_before": VerdictRow(
         "info",
         "Nothing changed: {weights} had the same changes before.",
-        "In a watch this is no fault: a method set what was set before. If you took the baseline yourself, take it before you apply the LoRA.",
+        "In a watch this is no fault: the models compute what they did before. If you took the baseline yourself, take it before you apply the LoRA.",
     ),
     "lora_registered_only": VerdictRow(
         "info",
