@@ -275,7 +275,9 @@ def _judged(
         if not any(row.host == file.host.name for row in file.family.reads):
             unknown_family = file.told.family is None
             raise _Unknown(
-                "the file does not tell its model family" if unknown_family else f"{file.family.title} was not measured"
+                "the file does not tell its model family"
+                if unknown_family
+                else f"{file.family.title} was not measured"
             )
         taken = read(file)
     except _Unknown as reason:

@@ -161,7 +161,9 @@ def test_a_model_of_no_known_family_gets_the_prefix_of_the_host_that_reads_such_
     assert report.format == host
     own = "" if start == prefix else start
     assert load_lora(report.lora).names == (f"{prefix}{own}my_layers.0.fc",)
-    assert loads_in_words(report.lora).startswith("diffusers unverified (the file does not tell its model family)")
+    assert loads_in_words(report.lora).startswith(
+        "diffusers unverified (the file does not tell its model family)"
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)
