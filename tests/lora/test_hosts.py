@@ -457,6 +457,55 @@ def test_embeddings_beside_a_lora_are_called_so(pipelines: Pipelines, save: Save
     assert "embeddings of words" in (unused.advice or "")
 
 
+@pytest.mark.parametrize(("family", "format"), [("sd15", "kohya"), ("qwen_image", "peft"), ("flux", "peft")])
+def test_a_file_that_diffusers_refuses_for_what_is_beside_the_lora(
+    pipelines: Pipelines, save: Save, tmp_path: Path, family: str, format: str
+) -> None:
+    pipeline, part = pipelines(family), "unet" if family == "sd15" else "transformer"
+    alone = save(
+        pipeline, part, format=format, only="attn1.to_q" if family == "sd15" else "transformer_blocks.0"
+    )
+    path = tmp_path / "bundle.safetensors"
+    save_file(load_file(alone) | {"bundle_emb.a name.clip_l": torch.ones(2, 16)}, path)
+    try:
+        measured = in_diffusers(pipeline, path)
+    except ValueError:
+        measured = (0, {})
+    assert rounded(of_host(path)) == measured
+    told = {finding.id: finding for finding in inspect_lora(path).findings}
+    if family == "flux":
+        assert measured[0]
+        assert not told
+        return
+    assert "keys such as bundle_emb.a name.clip_l" in of_host(path).unavailable["refused"]
+    finding = told["lora_hosts_differ"]
+    assert "refuses files with keys such as bundle_emb.a name.clip_l" in finding.message
+    format = (finding.advice or "").rpartition("--format ")[2].rstrip(".")
+    convert_lora(path, tmp_path / "NEW.safetensors", format)
+    mended = in_diffusers(pipeline, tmp_path / "NEW.safetensors")
+    assert mended[0] == len(load_lora(path).modules)
+    assert rounded(of_host(tmp_path / "NEW.safetensors")) == mended
+
+
+@pytest.mark.parametrize("start", ["lora_te2_", "lora_te3_"])
+def test_what_diffusers_makes_of_encoders_that_the_family_has_not(
+    pipelines: Pipelines, save: Save, start: str
+) -> None:
+    path = save(pipelines("sd15"), "unet", "text_encoder", format="kohya", only="attn")
+    pipeline = copy.copy(pipelines("sd15"))
+    pipeline.text_encoder = copy.deepcopy(pipeline.text_encoder)
+    rewritten(
+        path,
+        lambda state: state | {re.sub("^lora_te1?_", start, key): one.clone() for key, one in state.items()},
+    )
+    reading = of_host(path)
+    assert rounded(reading) == in_diffusers(pipeline, path)
+    loaded = [name for name, _ in pipeline.text_encoder.named_modules() if name.endswith("lora_A.default_0")]
+    assert reading.encoders is not None
+    assert reading.encoders.taken == len(loaded)
+    assert bool(reading.taken) is bool(loaded) is (start == "lora_te2_")
+
+
 def test_a_long_reason_leaves_room_for_the_host_s_name(tmp_path: Path) -> None:
     layer = "unet.foo_of_a_trainer.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     state = {f"{layer}.lora_{end}.weight": torch.ones(8, 8) for end in "AB"}

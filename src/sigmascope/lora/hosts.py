@@ -119,7 +119,7 @@ class HostReading:
         strengths: By which factor it multiplies up·down (or a whole change), and how many modules have it, the most
             frequent first; None if that is not known.
         unavailable: The reason for each field that is not known, and for what the figures leave out. `loader`: why the
-            host has none for such a model.
+            host has none for such a model. `refused`: why it refuses the file.
         encoders: The same of the modules for text encoders; None if the file has none.
     """
 
@@ -217,11 +217,17 @@ def _before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[_File, ...]"
     encoders = tuple(_encoder_modules(lora, checkpoint, family))
     others = len(lora.names) - len(modules) - len(encoders)
     configs = _configs(checkpoint)
-    return tuple(_File(host, family, told, modules, encoders, others, configs, is_plain) for host in HOSTS)
+    return tuple(
+        _File(host, family, told, modules, encoders, others, configs, is_plain, lora.unused_keys)
+        for host in HOSTS
+    )
 
 
 class _File(NamedTuple):
-    """A file before a host; see `_Module` and `_configs`. It is plain if its numbers are stored as they are."""
+    """A file before a host; see `_Module` and `_configs`. It is plain if its numbers are stored as they are.
+
+    `unused` has the keys that belong to no module.
+    """
 
     host: Host
     family: Family
@@ -231,6 +237,7 @@ class _File(NamedTuple):
     others: int
     configs: Mapping[str, PeftConfig] | str
     is_plain: bool = True
+    unused: Sequence[str] = ()
 
 
 def _configs(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str:
@@ -279,6 +286,8 @@ def _judged(
                 if unknown_family
                 else f"{file.family.title} was not measured"
             )
+        if (reason := _refused_key(file)) is not None:
+            return HostReading(title, count, 0, {}, {"refused": reason})
         taken = read(file)
     except _Unknown as reason:
         return HostReading(title, count, None, None, {"taken": str(reason)})
@@ -299,6 +308,21 @@ def no_loader(family: Family) -> str | None:
     if family.in_diffusers is None or family.in_diffusers.loader is not None:
         return None
     return f"diffusers' pipelines of {family.title} have no load_lora_weights"
+
+
+_LEAVES_OTHER_KEYS: Final = "FluxLoraLoaderMixin"
+"""The one loader of diffusers that leaves alone what it does not know: all others want `lora` in every key."""
+
+
+def _refused_key(file: _File) -> str | None:
+    """Why diffusers refuses a file that holds more than a LoRA, such as embeddings of words; None if it does not."""
+    loader = None if file.family.in_diffusers is None else file.family.in_diffusers.loader
+    if file.host.name != "diffusers" or not file.unused or loader == _LEAVES_OTHER_KEYS:
+        return None
+    odd = next((key for key in file.unused if "lora" not in key), None)
+    if odd is None:
+        raise _Unknown(f"keys such as {file.unused[0]}, which belong to no module, were not measured")
+    return f"it refuses files with keys such as {odd}, which do not contain “lora”"
 
 
 def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[_Module]:
@@ -599,7 +623,7 @@ def _of_encoders(file: _File) -> tuple[_Module, ...]:
             _diffusers(file)  # what it makes of the rest is known only if this is
         _require_one_kind(file)
         found = tuple(module for module in known if not _is_lost(module, known))
-        return () if _is_refused(known) else found
+        return () if _is_refused(known) or not _goes_with_encoders(file) else found
     measured = {encoder for row in rows for encoder in row.encoders.split()}
     for module in file.encoders:
         (encoder,) = module.namings
@@ -657,6 +681,10 @@ def _encoder_row(module: _Module, rows: Sequence[EncoderReads]) -> bool:
     )
 
 
+_KOHYA_SECOND: Final = "lora_te2_"
+"""How kohya's names of a second text encoder begin. diffusers converts them for every U-Net, and leaves out what has no place."""
+
+
 def _goes_with_encoders(file: _File) -> bool:
     """Whether diffusers loads the denoiser's modules, for all that the file has for text encoders.
 
@@ -667,8 +695,9 @@ def _goes_with_encoders(file: _File) -> bool:
         return False
     if not (file.family.is_unet or file.family.name == "sd3"):
         return True
-    all_peft = all(module.ending == "A" for module in file.encoders)
-    return all_peft or len(known) == len(file.encoders)
+    if all(module.ending == "A" for module in file.encoders):
+        return True
+    return all(module in known or module.start == _KOHYA_SECOND for module in file.encoders)
 
 
 _Way = tuple[bool, str]
@@ -839,7 +868,10 @@ def _in_words(reading: HostReading) -> str:
         + (f" with strength {strengths_in_words(part)}" if part.taken and part.strengths else "")
         for part, count in zip(reading.parts, counts, strict=True)
     ]
-    return f"{reading.host} takes {' and '.join(said)}"
+    refused = next(
+        (part.unavailable["refused"] for part in reading.parts if "refused" in part.unavailable), None
+    )
+    return f"{reading.host} takes {' and '.join(said)}" + ("" if refused is None else f" ({refused})")
 
 
 def strengths_in_words(reading: HostReading) -> str:
@@ -919,7 +951,7 @@ def _as_written(file: _File, format: str, start: str | None, naming: str | None,
         replace(_in_format(module, format, ending), start=starts_of.get(module.namings, ""))
         for module in file.encoders
     ]
-    return file._replace(modules=modules, encoders=encoders, configs={})
+    return file._replace(modules=modules, encoders=encoders, configs={}, unused=())
 
 
 def _in_format(module: _Module, format: str, ending: str) -> _Module:

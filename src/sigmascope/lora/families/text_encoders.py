@@ -66,6 +66,7 @@ class EncoderReads(NamedTuple):
 _CLIP: Final = r"text_model_encoder_layers_\d+_(?:self_attn_(?:q|k|v|out)_proj|mlp_fc[12])"
 _LAYERS: Final = rf"{_CLIP}|{_CLIP.removeprefix('text_model_')}"
 _WITH_PROJECTION: Final = f"{_LAYERS}|text_projection"
+_T5: Final = r"encoder_block_\d+_layer_\d_(?:SelfAttention|DenseReluDense)_\w+"
 _WITH_CLIP: Final = "sd15 sd2 sdxl sd3 flux hidream hunyuan_video"
 ENCODER_READS: Final = (
     EncoderReads(
@@ -78,9 +79,9 @@ ENCODER_READS: Final = (
     EncoderReads("comfyui", "sdxl sd3 hidream", "lora_te2_ text_encoder_2.", "clip_g", _CLIP),
     EncoderReads("comfyui", "sdxl sd3 hidream", "lora_te1_", "clip_l", "text_projection"),
     EncoderReads("comfyui", "sdxl sd3 hidream", "lora_te2_", "clip_g", "text_projection"),
-    EncoderReads("comfyui", "flux sd3 hidream", "lora_te3_", "t5xxl"),
-    EncoderReads("comfyui", "flux", "lora_te2_", "t5xxl"),
-    EncoderReads("comfyui", "chroma ltx_video", "lora_te1_", "t5xxl"),
+    EncoderReads("comfyui", "flux sd3 hidream", "lora_te3_", "t5xxl", _T5),
+    EncoderReads("comfyui", "flux", "lora_te2_", "t5xxl", _T5),
+    EncoderReads("comfyui", "chroma ltx_video", "lora_te1_", "t5xxl", _T5),
     *(
         EncoderReads("diffusers", families, starts, encoders, layers, endings)
         for families, starts, encoders, layers, endings in (
