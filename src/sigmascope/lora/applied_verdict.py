@@ -59,6 +59,7 @@ _PATCH_NAMES: Final = {
     "lora_down.weight": "down",
     "lora_mid.weight": "mid",
     "diff_b": "diff",
+    "lora_up.bias": "diff",
     "w_norm": "diff",
     "b_norm": "diff",
     "set_weight": "set",
@@ -364,6 +365,9 @@ def _applied_module(
 ) -> AppliedModule:
     misfit = placing.misfits.get(name)
     keys = placing.keys.get(name) or (() if misfit is None else (misfit.key,))
+    if not keys and name.endswith(_BIAS):  # PEFT puts it on layers without a bias too
+        beside = (key.removesuffix(WEIGHT) + _BIAS for key in placing.keys.get(name.removesuffix(_BIAS), ()))
+        keys = tuple(key for key in beside if key in patches)
     if not keys:
         return AppliedModule(name, detail=ABSENCES["no_weight"])
     candidates = [(key, patch) for key in keys for patch in patches.get(_patched(lora, name, key), ())]

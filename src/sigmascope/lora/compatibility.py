@@ -57,6 +57,7 @@ _REASONS_WITHOUT_NEAREST: Final = frozenset(
         "base_incomplete",
         "layer_lost",
         "layer_missing",
+        "bias_missing",
         "twice",
     }
 )
@@ -68,6 +69,7 @@ _PART_TITLES: Final = {
 }
 _NUMBER: Final = re.compile(r"(?<=_)((?:block)?)\d+(?=_)")
 """Of a block, in a flat name: not that of `attn1`, `linear_1` or `net.2`, which are other layers of one block."""
+_CLIP_LAYER: Final = re.compile(r"(?:text_model_)?encoder_layers_")
 _MAX_PREFIX_WORDS: Final = 4
 _WORD: Final = re.compile(r"[^.]+\.")
 _FLAT_WORD: Final = re.compile(r"[^_]+_")
@@ -332,13 +334,19 @@ class MismatchReasons:
         """Say why a module changes nothing."""
         if self.is_of_controlnet(name):
             return Mismatch("controlnet", "the file is for a ControlNet")
+        parsed = parse_name(name.removesuffix(_BIAS))
+        absent = self._of_absent_encoder(parsed)
+        if absent is not None:
+            return absent
         twin = self._placing.twins.get(name)
         if twin is not None:
             return Mismatch("twice", f"{twin} changes the same layer and comes first")
         misfit = self._placing.misfits.get(name)
         if misfit is not None:
             return self._of_shape(misfit)
-        parsed = parse_name(name.removesuffix(_BIAS))
+        layer = self._placing.index.layer_of(name, self._lora.shape_of(name))
+        if layer is not None and name.endswith(_BIAS):
+            return Mismatch("bias_missing", f"{layer.removesuffix(_BIAS)} has no bias")
         return (
             self._of_part(parsed)
             or self._of_family(parsed)
@@ -390,6 +398,26 @@ class MismatchReasons:
         if misfit.own == misfit.model[::-1]:
             return Mismatch("transposed", f"{shapes}: its factors are transposed")
         return Mismatch("other_shape", shapes)
+
+    def _of_absent_encoder(self, parsed: ModuleName) -> Mismatch | None:
+        """The layers tell T5 and CLIP apart, and `lora_te2_` and `lora_te3_` are other encoders in other families."""
+        encoders, path = family_named(self._model_family).encoders, flat(parsed.path)
+        if not encoders or not (parsed.parts and parsed.parts[0].startswith("text_encoder")):
+            return None
+        second = encoders.get("text_encoder_2", ())
+        if path.startswith("encoder_block_"):
+            title, names = "T5", tuple(name for names in encoders.values() for name in names if "t5" in name)
+        elif parsed.parts[0] == "text_encoder_2" and _CLIP_LAYER.match(path):
+            title = "a second CLIP" if second else f"the {_PART_TITLES['text_encoder_2']}"
+            names = tuple(name for name in second if name.startswith("clip"))
+        else:
+            return None
+        family = title_of(self._model_family)
+        return (
+            None
+            if names
+            else Mismatch("other_architecture", f"it is for {title}, which {family} does not have")
+        )
 
     def _of_part(self, parsed: ModuleName) -> Mismatch | None:
         there = self._placing.layout.prefixes

@@ -23,6 +23,7 @@ Reason = Literal[
     "block_missing",
     "layer_lost",
     "layer_missing",
+    "bias_missing",
     "twice",
     "unknown",
 ]
@@ -169,6 +170,13 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "attention, which LoRAs of WAN 2.1's I2V model change.",
         "is for a layer that the model's family has, but this variant does not",
         "are for layers that the model's family has, but this variant does not",
+    ),
+    "lora_bias_missing": VerdictRow(
+        "warning",
+        _OF_MODULES,
+        "All else applies. PEFT adds such a bias while the LoRA is not merged; ComfyUI leaves it out, and a merge does with --allow_unmatched.",
+        "is for the bias of a layer that has none",
+        "are for biases of layers that have none",
     ),
     "lora_twice": VerdictRow(
         "error",

@@ -120,6 +120,51 @@ def test_an_encoder_that_the_family_does_not_have_is_another_architecture_s(
     assert "the file is for" not in verdict.findings[0].message
 
 
+T5 = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
+CLIP_G = "lora_te2_text_model_encoder_layers_20_self_attn_q_proj"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "why"),
+    [
+        ("sdxl", T5, "T5, which SDXL does not have"),
+        ("sd15", T5, "T5, which Stable Diffusion 1.5 does not have"),
+        ("sd15", CLIP_G, "the second text encoder, which Stable Diffusion 1.5 does not have"),
+        ("flux", CLIP_G, "a second CLIP, which FLUX does not have"),
+        ("flux", T5, None),
+        ("sd3", T5, None),
+        ("sd3", CLIP_G, None),
+    ],
+)
+def test_kohya_s_names_of_an_encoder_that_the_family_does_not_have(
+    pipelines: Pipelines, tmp_path: Path, family: str, name: str, why: str | None
+) -> None:
+    """The numbers of its starts mean other encoders in other families, and its layers tell which."""
+    factors = {f"{name}.lora_down.weight": torch.ones(4, 1280), f"{name}.lora_up.weight": torch.ones(1280, 4)}
+    save_file(factors, tmp_path / "lora.safetensors")
+    (module,) = judge_lora(tmp_path / "lora.safetensors", pipelines(family)).modules
+    assert (module.reason == "other_architecture") is (why is not None)
+    assert why is None or module.detail == f"it is for {why}"
+
+
+def test_a_bias_for_a_layer_without_one_is_not_called_another_block_s(
+    pipelines: Pipelines, save: Save
+) -> None:
+    """A U-Net's `to_q` has no bias, and its `to_out.0` has; PEFT's `lora_bias` gives both one."""
+    path = save(pipelines("sd15"), "unet", only="attn1.to_")
+    ups = {key: value for key, value in load_file(path).items() if key.endswith("lora_B.weight")}
+    biases = {key.replace("weight", "bias"): torch.ones(len(up)) for key, up in ups.items()}
+    save_file(load_file(path) | biases, path)
+    verdict = judge_lora(path, pipelines("sd15"))
+    unmatched = {module.name: module.detail for module in verdict.unmatched}
+    assert verdict.reasons == {"bias_missing": len(unmatched)}
+    assert all(re.search(r"to_[qkv]\.bias$", name) for name in unmatched)
+    assert all(detail == f"{name.removesuffix('.bias')} has no bias" for name, detail in unmatched.items())
+    assert len(unmatched) == 3 * sum("to_out" in name for name in ups)
+    told = {finding.id: finding.severity for finding in verdict.findings}
+    assert told["lora_bias_missing"] == "warning"
+
+
 @pytest.mark.parametrize(
     ("parts", "ending"),
     [

@@ -94,6 +94,20 @@ def test_a_file_that_loads_nothing_is_told(sd15: Any, save: Save) -> None:
     assert verdict.findings[0].severity == "critical"
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_peft_s_own_biases_are_found_on_layers_with_a_bias_and_without(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_")
+    ups = {key: value for key, value in load_file(path).items() if key.endswith("lora_B.weight")}
+    biases = {key.replace("weight", "bias"): torch.ones(len(up)) for key, up in ups.items()}
+    save_file(load_file(path) | biases, path)
+    sd15.load_lora_weights(str(path.parent), weight_name=path.name)
+    layer = sd15.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
+    assert layer.base_layer.bias is None
+    assert layer.lora_B["default_0"].bias.detach().all()
+    verdict = judge_applied(path, patches_of(sd15), sd15)
+    assert (len(verdict.there), verdict.findings) == (2 * len(ups), ())
+
+
 def test_half_a_file_is_told(sd15: Any, save: Save) -> None:
     path = save(sd15, "unet", only="to_q")
     half = {key: tensor for key, tensor in load_file(path).items() if "attn1" in key}
