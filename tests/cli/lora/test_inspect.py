@@ -8,6 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.cli.lora.conftest import Terminal
 
+from sigmascope.lora import arrival
+from sigmascope.lora.arrival import Arrival, Arrivals
+
 Tensors = dict[str, torch.Tensor]
 SHAPES = {
     "denoiser.conv_in": (8, 4, 3, 3),
@@ -247,6 +250,17 @@ def test_what_arrives_is_shown_by_block_with_a_finding(
     assert arrives["noise"] > 0.5
     assert arrives["other_ways"]["nearest"]["share"] < 0.8
     assert [finding["id"] for finding in arrives["findings"]] == ["lora_arrives_noisy"]
+
+
+def test_a_lora_that_arrives_weak_and_noisy_is_warned_of_once(
+    lora: Path, model: Path, inspect: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        arrival, "arrivals", lambda *_, **__: Arrivals(1.0, {PROJ: Arrival(4.0, 2.0, 5.0, "NVFP4")})
+    )
+    said = " ".join(inspect(lora, "--model", model, "--arrives").out.split())
+    assert "warning: Only 50 % of the LoRA arrives in 1 weight, with noise of 100 % of its size" in said
+    assert "The LoRA arrives with noise" not in said
 
 
 def test_the_first_sentence_says_how_much_arrives_and_how_noisy(

@@ -489,7 +489,7 @@ def _print_arrives(console: Console, arrives: "Arrivals") -> None:
     console.print(_ways(arrives.overall))
     unknown = [f"{key}: unknown, because {why}" for key, why in arrives.unavailable.items()]
     listed(console, "Weights of which this is unknown", unknown, style="cyan")
-    console.print(findings(arrives.findings))
+    console.print(findings(arrives.findings[:1]))  # the first of two names both figures
 
 
 def _print_intruders(console: Console, intruders: "Mapping[str, Intruders]") -> None:
