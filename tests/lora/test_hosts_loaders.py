@@ -30,6 +30,7 @@ from tests.lora.test_hosts_comfyui import of_checkout
 from typer.testing import CliRunner
 
 from sigmascope.cli.root import app
+from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.families.known import FAMILIES
 from sigmascope.lora.hosts import HostReading
 from sigmascope.lora.inspect import inspect_lora
@@ -82,6 +83,27 @@ def test_comfyui_takes_what_is_said(comfy: Checkout, name: str, tmp_path: Path) 
         assert reading.unavailable["taken"] == f"this version has no {family.title}"
     else:
         assert said(reading) == by_comfyui(comfy, known, path, named)
+
+
+@pytest.mark.slow
+def test_diffusers_takes_one_kind_of_names_of_a_file_for_sdxl_with_both(tmp_path: Path) -> None:
+    """diffusers' issue 11062, of LCMTurboMix: what kohya's names say in the original's words is left out, and nobody is told."""
+    path, named = tmp_path / "lora.safetensors", dict[str, Target]()
+    state: dict[str, Any] = {}
+    for naming, only in (
+        ("original", r"middle.*blocks\.0\.attn1"),
+        ("diffusers", r"up_blocks\.0.*s\.0\.attn1"),
+    ):
+        tensors, some = Layout("sdxl", "lora_unet_", naming, "down", only=only).build()  # type: ignore[arg-type]
+        state, named = state | tensors, named | some
+    save_file(state, path, metadata={"modelspec.architecture": FAMILIES["sdxl"].architecture})
+    reading, measured = of_host(path), by_diffusers("sdxl", path, named)
+    assert said(reading) == measured
+    assert 0 < measured[0] < reading.modules == len(named)
+    (told,) = inspect_lora(path).findings
+    format = (told.advice or "").rpartition("--format ")[2].rstrip(".")
+    convert_lora(path, tmp_path / "NEW.safetensors", format)
+    assert said(of_host(tmp_path / "NEW.safetensors"))[0] == len(named)
 
 
 def is_in(comfy: Checkout, family: str) -> bool:

@@ -14,7 +14,14 @@ from typing import Any, Final
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
 from sigmascope.lora.file_family import title_of
-from sigmascope.lora.hosts import IN_NO_HOST, PEFT_START, ending_of, kind_unread, may_read
+from sigmascope.lora.hosts import (
+    IN_NO_HOST,
+    PEFT_START,
+    ending_of,
+    kind_unread,
+    leaves_other_keys,
+    may_read,
+)
 from sigmascope.lora.module_names import is_of_controlnet
 from sigmascope.lora.verdict import MISMATCHES, Reason, verdict_finding
 from sigmascope.records.run import Finding
@@ -483,8 +490,20 @@ def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
         {"keys": len(differences), "first": differences[0]},
         keys=counted(len(differences), "key holds a whole difference", "keys hold whole differences"),
         first=differences[0],
-        takes=f"drops {them} silently" if verdict.format == "peft" else f"refuses the file because of {them}",
+        takes=_takes_differences(verdict, differences, them),
     )
+
+
+def _takes_differences(verdict: LoraVerdict, differences: Sequence[str], them: str) -> str:
+    """What diffusers does with a file that holds whole differences, as measured."""
+    family = family_named(verdict.model_family)
+    of_biases = all(key.endswith(".diff_b") for key in differences)
+    if leaves_other_keys(family) and (verdict.format == "peft" or (verdict.format == "kohya" and of_biases)):
+        return f"drops {them} silently"
+    if family.name == "wan" and verdict.format == "comfyui":
+        return "takes those of biases beside factors, and of the rest some, such as head.head, make it refuse the file"
+    drops = f" or drops {them}" if verdict.model_family is None else ""
+    return f"refuses the file because of {them}{drops}"
 
 
 def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:

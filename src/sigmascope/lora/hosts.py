@@ -254,7 +254,9 @@ def _reading(file: _File) -> HostReading:
     if file.host.name == "comfyui":
         reading = _judged(file, file.modules, _comfyui, _comfyui_strengths)
     else:
-        reading = _judged(file, file.modules, _diffusers, _diffusers_strengths)
+        modules = file.modules
+        file = file._replace(modules=_of_one_naming(file))
+        reading = _judged(file, modules, _diffusers, _diffusers_strengths)
     encoders = None
     if file.encoders:
         encoders = _judged(file, file.encoders, _of_encoders, _encoder_strengths)
@@ -262,6 +264,15 @@ def _reading(file: _File) -> HostReading:
         {"others": f"{counted(file.others, 'module')} of other parts of the model"} if file.others else {}
     )
     return replace(reading, unavailable={**reading.unavailable, **others}, encoders=encoders)
+
+
+def _of_one_naming(file: _File) -> Sequence[_Module]:
+    """The modules that diffusers looks at: of a file for SDXL with kohya's names of both kinds, those of its own (its issue 11062)."""
+    both = [module for module in file.modules if module.start == "lora_unet_" and module.namings]
+    namings = {naming for module in both for naming in module.namings}
+    if file.family.name != "sdxl" or len(both) < len(file.modules) or len(namings) < 2:
+        return file.modules
+    return [module for module in both if "diffusers" in module.namings]
 
 
 def _judged(
@@ -310,14 +321,14 @@ def no_loader(family: Family) -> str | None:
     return f"diffusers' pipelines of {family.title} have no load_lora_weights"
 
 
-_LEAVES_OTHER_KEYS: Final = "FluxLoraLoaderMixin"
-"""The one loader of diffusers that leaves alone what it does not know: all others want `lora` in every key."""
+def leaves_other_keys(family: Family) -> bool:
+    """Whether diffusers' loader leaves alone what it does not know: all but FLUX's want `lora` in every key."""
+    return family.in_diffusers is not None and family.in_diffusers.loader == "FluxLoraLoaderMixin"
 
 
 def _refused_key(file: _File) -> str | None:
     """Why diffusers refuses a file that holds more than a LoRA, such as embeddings of words; None if it does not."""
-    loader = None if file.family.in_diffusers is None else file.family.in_diffusers.loader
-    if file.host.name != "diffusers" or not file.unused or loader == _LEAVES_OTHER_KEYS:
+    if file.host.name != "diffusers" or not file.unused or leaves_other_keys(file.family):
         return None
     odd = next((key for key in file.unused if "lora" not in key), None)
     if odd is None:
@@ -499,6 +510,8 @@ def _diffusers(file: _File) -> tuple[_Module, ...]:
         raise _Unknown(f"tensors such as those of {modules[0].name} were not measured")
     _require_known(modules, family)
     rows = _rows(file.host.name, start, ending, modules, family)
+    if not rows and any(_rows(file.host.name, start, ending, [module], family) for module in modules):
+        raise _Unknown("its modules have names of several kinds")
     if not rows:
         return ()
     row = next((row for row in rows if row.known), None)

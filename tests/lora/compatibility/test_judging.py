@@ -1,5 +1,6 @@
 """Files of every format against the tiny pipelines of every family."""
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,7 @@ def test_an_encoder_that_the_family_does_not_have_is_another_architecture_s(
     assert "the file is for" not in verdict.findings[0].message
 
 
+NORM_OF_FLUX = "transformer.transformer_blocks.0.attn.norm_q"
 T5 = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
 CLIP_G = "lora_te2_text_model_encoder_layers_20_self_attn_q_proj"
 
@@ -302,18 +304,28 @@ def test_alphas_that_diffusers_refuses_are_told(pipelines: Pipelines, save: Save
     assert (verdict.modules[0].alpha, verdict.modules[0].scale) == (1.0, 0.5)
 
 
-def test_whole_differences_are_told(pipelines: Pipelines, save: Save) -> None:
-    path = save(pipelines("sd15"), "unet", only="conv_in")
-    save_file(
-        load_file(path)
-        | {"unet.conv_norm_out.diff": torch.zeros(pipelines("sd15").unet.conv_norm_out.weight.shape)},
-        path,
-    )
-    verdict = judge_lora(path, pipelines("sd15"))
+@pytest.mark.parametrize(
+    ("family", "key", "only"),
+    [("sd15", "unet.conv_norm_out", "conv_in"), ("flux", NORM_OF_FLUX, "attn.to_q")],
+)
+def test_whole_differences_are_told_as_diffusers_takes_them(
+    pipelines: Pipelines, save: Save, family: str, key: str, only: str
+) -> None:
+    pipeline, (part, _, layer) = pipelines(family), key.partition(".")
+    path = save(pipeline, part, only=only)
+    weight = getattr(pipeline, part).get_submodule(layer).weight
+    save_file(load_file(path) | {f"{key}.diff": torch.zeros(weight.shape)}, path)
+    verdict = judge_lora(path, pipeline)
     assert verdict.fits
-    assert "drops it silently" in next(
-        one.message for one in verdict.findings if one.id == "lora_whole_differences"
-    )
+    said = next(one.message for one in verdict.findings if one.id == "lora_whole_differences")
+    own = copy.copy(pipeline)
+    setattr(own, part, copy.deepcopy(getattr(pipeline, part)))
+    if "drops it silently" in said:
+        own.load_lora_weights(load_file(path))
+        return
+    assert said.endswith("refuses the file because of it.")
+    with pytest.raises(ValueError, match="Make sure all LoRA param names contain"):
+        own.load_lora_weights(load_file(path))
 
 
 def test_attention_that_comfyui_loses_is_counted(pipelines: Pipelines, save: Save) -> None:
