@@ -15,7 +15,7 @@ import torch
 from diffusers import FluxPipeline
 from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.lora_pipeline import MiniMaxH3LoraLoaderMixin
-from peft import LoKrConfig, get_peft_model
+from peft import LoKrConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.families.denoisers import sd15_unet
 from torch import Tensor
@@ -291,6 +291,30 @@ def test_an_alpha_in_the_header_alone_is_told(tmp_path: Path) -> None:
     finding = next(one for one in inspect_lora(path).findings if one.id == "lora_alpha_unread")
     assert finding.evidence["strength"] == config["transformer.lora_alpha"] / config["transformer.r"]
     assert "alpha 8 for rank 128, which is strength 0.0625" in finding.message
+
+
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_an_alpha_in_peft_s_configuration_beside_the_file_is_told(
+    pipelines: Pipelines, tmp_path: Path, stabilised: bool
+) -> None:
+    """As a trainer of ACE-Step saves them (below Comfy-Org/ComfyUI 8094): only PEFT itself reads that file."""
+    model = copy.deepcopy(pipelines("flux").transformer)
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["to_q"], use_rslora=stabilised, init_lora_weights=False
+    )
+    get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    (finding,) = (one for one in inspect_lora(path).findings if one.id == "lora_alpha_unread")
+    assert finding.evidence["strength"] == (4.0 if stabilised else 2.0)
+    assert ("alpha 8 for rank 4 with rsLoRA" if stabilised else "alpha 8 for rank 4,") in finding.message
+    with pytest.raises(KeyError):
+        pipelines("flux").load_lora_weights(path)
+    (told,) = (one for one in judge_lora(path, model).findings if one.id == "lora_part_unnamed")
+    prefix = re.search(r'load_lora_adapter\(FILE, prefix="(.*?)"\)', told.advice or "")
+    assert prefix is not None
+    model.load_lora_adapter(load_file(path), prefix=prefix[1])
+    scalings = [layer.scaling["default_0"] for layer in model.modules() if hasattr(layer, "scaling")]
+    assert scalings == [1.0] * len(load_lora(path).modules)
 
 
 @pytest.mark.parametrize(

@@ -542,11 +542,13 @@ def _prefix(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
         return
     known = sorted(starts & {"unet", "denoiser", "diffusion_model"})
     family = family_named(verdict.model_family)
-    if known or any((reads.host, reads.start) == ("diffusers", "") for reads in family.reads):
-        argument = f'prefix="{known[0]}"' if known else "prefix=None"
-        yield verdict_finding(
-            "lora_adapter_prefix", {"prefix": known[0] if known else None}, argument=argument
-        )
+    wrapper = PEFT_START if any(key.startswith(PEFT_START) for key in keys) else ""
+    prefix = (wrapper + (known[0] if known else "")).removesuffix(".") or None
+    argument = "prefix=None" if prefix is None else f'prefix="{prefix}"'
+    if known or any(
+        (reads.host, reads.start) == ("diffusers", wrapper) for reads in family.reads if reads.known
+    ):
+        yield verdict_finding("lora_adapter_prefix", {"prefix": prefix}, argument=argument)
         return
     prefix = _unknown_prefix(verdict, keys)
     argument = f'prefix="{prefix}"' if prefix else "prefix=None"

@@ -798,18 +798,45 @@ _HEADER_RANKS: Final = ("rank", "lora_rank", "network_dim", "ss_network_dim")
 
 
 def _unread_alpha(lora: LoraFile, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """That the header alone has the alpha that the LoRA was trained with, as that of MiniMax H3 Turbo (sglang's pull request 35952)."""
-    ranks = Counter(own for name in lora.modules if (own := lora.rank_of(name)) is not None)
+    """That the header alone has the alpha that the LoRA was trained with, as that of MiniMax H3 Turbo (sglang's pull request 35952),
+    or PEFT's `adapter_config.json` beside the file (below ComfyUI's pull request 8094).
+    """
+    ranks = {name: own for name in lora.modules if (own := lora.rank_of(name)) is not None}
     if not ranks or _configs(checkpoint) or any(key.endswith(".alpha") for key in checkpoint):
         return
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    beside = read_configs(checkpoint.path, checkpoint.metadata).get("")
+    if beside is not None:
+        scales = Counter((lora.alpha_of(name) / own, own) for name, own in ranks.items())
+        (scale, own), _ = scales.most_common(1)[0]
+        by_root = beside.values.get("use_rslora") is True
+        whole = scale * (own**0.5 if by_root else own)
+        stated = f"PEFT's adapter_config.json beside the file has alpha {whole:g} for rank {own}"
+        if scale != 1.0:
+            stated += " with rsLoRA" if by_root else ""
+            yield _alpha_finding(whole, float(own), scale, stated, _BY_CONVERSION)
+        return
     alpha = _first_number(checkpoint.metadata, _HEADER_ALPHAS)
-    rank = _first_number(checkpoint.metadata, _HEADER_RANKS) or ranks.most_common(1)[0][0]
-    if alpha is not None and alpha != rank and alpha not in ranks:
-        strength = f"{alpha / rank:.3g}"
-        evidence: dict[str, JsonScalar] = {"alpha": alpha, "rank": rank, "strength": alpha / rank}
-        yield verdict_finding(
-            "lora_alpha_unread", evidence, alpha=f"{alpha:g}", rank=f"{rank:g}", strength=strength
-        )
+    rank = _first_number(checkpoint.metadata, _HEADER_RANKS) or float(usual)
+    if alpha is not None and alpha != rank and alpha not in ranks.values():
+        stated = f"The header has alpha {alpha:g} for rank {rank:g}"
+        yield _alpha_finding(alpha, rank, alpha / rank, stated, _BY_STRENGTH)
+
+
+_BY_CONVERSION: Final = (
+    "Convert the file, which puts it into the factors: sigmascope lora convert FILE NEW --format peft."
+)
+_BY_STRENGTH: Final = (
+    "If it is too strong or too weak, load it at strength {strength}. Of the header, diffusers reads this for MiniMax H3 alone, "
+    "ComfyUI never."
+)
+
+
+def _alpha_finding(alpha: float, rank: float, strength: float, stated: str, advice: str) -> Finding:
+    evidence: dict[str, JsonScalar] = {"alpha": alpha, "rank": rank, "strength": strength}
+    shown = f"{strength:.3g}"
+    advice = advice.format(strength=shown)
+    return verdict_finding("lora_alpha_unread", evidence, stated=stated, strength=shown, advice=advice)
 
 
 def _unread_lokr_alpha(checkpoint: Checkpoint) -> Iterator[Finding]:

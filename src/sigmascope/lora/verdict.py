@@ -249,8 +249,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_alpha_unread": VerdictRow(
         "warning",
-        "The header has alpha {alpha} for rank {rank}, which is strength {strength}, and no tensor repeats it: hosts apply the LoRA at strength 1.",
-        "If it is too strong or too weak, load it at strength {strength}. Of the header, diffusers reads this for MiniMax H3 alone, ComfyUI never.",
+        "{stated}, which is strength {strength}, and no tensor repeats it: hosts apply the LoRA at strength 1.",
+        "{advice}",
     ),
     "lora_lokr_alpha_unread": VerdictRow(
         "warning",
@@ -527,7 +527,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_part_unnamed": _of_loader(
         "diffusers",
         "warning",
-        "diffusers loads nothing from this file, and only warns, since no name in it begins with the part that it is for "
+        "diffusers loads nothing from this file with load_lora_weights, since no name in it begins with the part that it is for "
         "({part}.).",
         "Load it with pipe.{part}.load_lora_adapter(FILE, {argument}), or convert it to PEFT's format, which adds the part "
         "(sigmascope lora convert).",
