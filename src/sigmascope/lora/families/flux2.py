@@ -5,6 +5,8 @@ from typing import Final
 from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, Lost, Ratio, Reads
 from sigmascope.lora.families.flux import NORMS
 
+_OUTSIDE: Final = r"(?!(?:single_)?transformer_blocks\.).*"
+"""Layers outside of blocks, which diffusers converts from their original names alone."""
 _AROUND: Final = r"time_guidance_embed\..*|.*_stream_modulation.*"
 _SWAPPED: Final = r"final_layer\.adaLN_modulation\.1"
 
@@ -96,9 +98,9 @@ FLUX2: Final = Family(
             leaves_out=r".*_stream_modulation_?.*|guidance_in\..*|final_layer\.adaLN_modulation\.1",
         ),
         Reads("diffusers", "diffusion_model.", "original", "A", misreads=_SWAPPED),
-        Reads("diffusers", "diffusion_model.", "diffusers", "A"),
+        Reads("diffusers", "diffusion_model.", "diffusers", "A", refuses=_OUTSIDE),
         Reads("diffusers", "base_model.model.", "original", "A", misreads=_SWAPPED),
-        Reads("diffusers", "base_model.model.", "diffusers", "A"),
+        Reads("diffusers", "base_model.model.", "diffusers", "A", refuses=_OUTSIDE),
         Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
         Reads("diffusers", "lycoris_", "diffusers", "lokr lokr+alpha"),
         Reads("diffusers", "", "diffusers", "lokr lokr+alpha"),
