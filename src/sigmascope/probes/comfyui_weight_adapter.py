@@ -279,6 +279,9 @@ def parts_of(entry: Entry, original: Tensor | None) -> list[Part]:
     change = read_value(entry.value)
     if change.kind == "model_as_lora":
         return _parts_of_model(entry, change, original)
+    if change.kind == "diff" and not change.tensors and entry.strength == 0 and original is not None:
+        # ComfyUI's nodes that multiply a weight add nothing to it, at strength 0
+        change = replace(change, tensors={"diff": torch.zeros(()).expand(original.shape)})
     return [Part(entry, change, entry.value)]
 
 

@@ -1,7 +1,9 @@
 import pytest
+import torch
 from tests.comfy_shapes.versions import PatchTuple
 
-from sigmascope.probes.comfyui_weight_adapter import read_entry
+from sigmascope.probes.applied_patch import Standing
+from sigmascope.probes.comfyui_weight_adapter import PatcherEntry, applied, read_entry
 
 
 def test_an_entry_of_five_is_read() -> None:
@@ -48,3 +50,11 @@ def test_a_function_that_the_change_passes_through_is_named() -> None:
 def test_what_is_no_entry_is_refused(kept: object) -> None:
     with pytest.raises(TypeError, match="tuple of strength and value"):
         read_entry(kept)
+
+
+@pytest.mark.parametrize(("strength", "state"), [(0.0, "merged"), (1.0, "failed")])
+def test_an_entry_without_a_change_multiplies_the_weight_at_strength_0(strength: float, state: str) -> None:
+    """ComfyUI's UNetSelfAttentionMultiply puts such ones there; at another strength ComfyUI fails."""
+    entry = PatcherEntry("q.weight", (strength, (None,), 0.5, None, None), Standing("merged", "by ComfyUI"))
+    (patch,) = applied(entry, 0, torch.ones(3, 2))
+    assert (patch.state, patch.strength, patch.strength_model) == (state, strength, 0.5)
