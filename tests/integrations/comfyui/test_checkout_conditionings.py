@@ -116,6 +116,21 @@ def until_half(sampler: str) -> Graph:
     return nodes
 
 
+def clip_skip(last: int, *, is_hook: bool = False) -> Graph:
+    """A LoRA on the text encoder's last layer, of which CLIPSetLastLayer takes the text from this one."""
+    nodes = base("last")
+    nodes["13"] = made("CLIPSetLastLayer", clip=["2", 1], stop_at_clip_layer=last)
+    nodes["3"]["inputs"]["clip"] = ["13", 0]
+    if is_hook:
+        strengths = {"strength_model": 0.0, "strength_clip": 0.8}
+        nodes["2"] = made("CreateHookLora", lora_name="last.safetensors", **strengths)
+        on_clip = {"apply_to_conds": False, "schedule_clip": False, "hooks": ["2", 0]}
+        nodes["4"] = made("SetClipHooks", clip=["1", 1], **on_clip)
+        nodes["13"]["inputs"]["clip"] = ["4", 0]
+        nodes["6"]["inputs"]["model"] = ["1", 0]
+    return nodes
+
+
 SUBTRACT, NEGATIVE = {"multiplier": 1.0}, {"9": lora_loader("1", "good", -0.8)}
 
 
@@ -173,6 +188,57 @@ def test_a_lora_is_said_to_act_where_the_latent_is_another_one_without_it(
     moved = float((saved(server, nodes) - bare).norm() / bare.norm())
     assert {name: told[name]["effective"] for name in acts} == acts
     assert (moved > 2e-4) is any(acts.values())
+
+
+@pytest.mark.parametrize("is_hook", [False, True])
+@pytest.mark.parametrize(("last", "acts"), [(-1, True), (-2, None)])
+def test_of_a_lora_on_layers_that_clip_skip_leaves_out_it_is_not_known_whether_it_acts(
+    server: Server, last: int, is_hook: bool, acts: bool | None
+) -> None:
+    """Stable Diffusion 1.5 takes no pooled output."""
+    nodes = clip_skip(last, is_hook=is_hook)
+    verdict = verdicts_of(server.run(latent_of(nodes)))["2"]
+    bare = clip_skip(last)
+    bare["13"]["inputs"]["clip"], bare["6"]["inputs"]["model"] = ["1", 1], ["1", 0]
+    del bare["2"]
+    assert verdict["effective"] is acts
+    assert ("clip skip" in verdict["says"]) is (acts is None)
+    assert bool((saved(server, nodes) != saved(server, bare)).any()) is bool(acts)
+
+
+def with_two_models(positive: str, negative: str) -> Graph:
+    """A guider that takes a model for each side."""
+    nodes = without(base(), "2") | {"2": base()["2"]}
+    given = {"positive": ["3", 0], "negative": ["12", 0], "cfg": 4.0}
+    nodes["53"] = made("DualModelGuider", model=[positive, 0], model_negative=[negative, 0], **given)
+    nodes["50"] = made("RandomNoise", noise_seed=1)
+    nodes["51"] = made("KSamplerSelect", sampler_name="euler")
+    nodes["52"] = made("BasicScheduler", model=["1", 0], scheduler="normal", steps=2, denoise=1.0)
+    links = {"noise": "50", "guider": "53", "sampler": "51", "sigmas": "52", "latent_image": "5"}
+    nodes["6"] = made("SamplerCustomAdvanced", **{name: [node, 0] for name, node in links.items()})
+    return nodes
+
+
+@pytest.mark.parametrize(("models", "acts"), [(("1", "2"), False), (("2", "1"), True)])
+def test_of_two_models_with_the_same_weights_the_lora_of_the_one_that_was_loaded_last_acts(
+    server: Server, models: tuple[str, str], acts: bool
+) -> None:
+    if "DualModelGuider" not in server.ask("/object_info"):
+        pytest.skip("this ComfyUI has no such guider")
+    nodes = with_two_models(*models)
+    bare = without(nodes, "2")
+    verdict = verdicts_of(server.run(latent_of(nodes)))["2"]
+    assert verdict["effective"] is acts
+    assert acts or "one set of weights for both models of the node" in verdict["says"]
+    assert bool((saved(server, nodes) != saved(server, bare)).any()) is acts
+
+
+def test_a_lora_on_a_model_whose_weights_are_multiplied_is_said_to_act_and_no_more(server: Server) -> None:
+    nodes = base()
+    nodes["9"] = made("UNetSelfAttentionMultiply", model=["1", 0], q=0.5, k=1.0, v=1.0, out=1.0)
+    nodes["2"]["inputs"]["model"] = ["9", 0]
+    (verdict,) = node(server.run(latent_of(nodes)), "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"], verdict["why"]) == (True, 7, None)
 
 
 def verdicts_of(run: Run) -> dict[str, dict[str, Any]]:

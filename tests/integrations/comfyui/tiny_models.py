@@ -100,7 +100,8 @@ def make(base: Path) -> None:
             name if name.partition(".")[0] in half else name.replace("lora_unet_", "lora_unet_no_"): tensor
             for name, tensor in good.items()
         },
-        "text": lora(text),
+        "text": (on_text := lora(text)),
+        "last": {name: tensor for name, tensor in on_text.items() if "layers_11" in name},
         "flux": lora(flux),
     }
     for kind, tensors in kinds.items():

@@ -7,6 +7,7 @@ hooks or a range of steps hand on. What other nodes make of it has another ident
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -285,10 +286,14 @@ class Conditionings(Instrument):
         )
         seen = prompt.until_the_end(_NAME, self._begin_prompt)
         seen.masks.setdefault(node.id, []).append(masked)
+        _samplings(prompt)[node.id] += 1
 
     def _ended_sampling(
         self, _call: Call, _known: None, _result: object, _error: BaseException | None
     ) -> None:
+        prompt, node = self.prompt_here(), self.node_here()
+        if prompt is not None and node is not None:
+            _samplings(prompt)[node.id] += 1
         for wrap in self._of_steps:
             if wrap in self.wraps:  # else the session has ended meanwhile
                 self.wraps.remove(wrap)
@@ -466,6 +471,15 @@ def _leaves(masked: _Masked | None) -> bool | None:
     if masked is None or bool(masked.leaves):
         return True
     return False if masked.is_all else None
+
+
+def samplings_in(prompt: PromptRecording, node_id: str) -> int:
+    """How often a sampling of a node began or ended so far: odd while one goes on."""
+    return _samplings(prompt)[node_id]
+
+
+def _samplings(prompt: PromptRecording) -> Counter[str]:
+    return prompt.until_the_end("samplings", Counter[str])
 
 
 def makers_in(prompt: PromptRecording) -> Mapping[str, str]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from sigmascope.integrations.comfyui.conditionings import makers_in, sampled_in
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
-from sigmascope.integrations.comfyui.lora import VERDICTS, ZERO, path_of, said
-from sigmascope.integrations.comfyui.models_in_use import cancelled_in, hook_is_merged
+from sigmascope.integrations.comfyui.lora import SKIPPED, VERDICTS, ZERO, path_of, said
+from sigmascope.integrations.comfyui.models_in_use import cancelled_in, hook_is_merged, is_skipped
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import following
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
@@ -102,6 +102,7 @@ class _Look:
         strength: The largest size of what the schedule multiplies the hook's strength with.
         entries: The host's own changes of the hook.
         is_unread: Whether it could not be compared at some time.
+        is_skipped: Whether clip skip left its layer out of each text.
     """
 
     alone: dict[_Group, Tensor] = field(default_factory=dict)
@@ -109,6 +110,7 @@ class _Look:
     strength: float = 0.0
     entries: tuple[Any, ...] = ()
     is_unread: bool = False
+    is_skipped: bool = True
 
     def add(
         self,
@@ -199,6 +201,7 @@ class HookLora(Instrument):
             looks.setdefault(key, _Look()).add(
                 changed, 1.0 if strength is None else strength, entries, group, is_alone=is_alone
             )
+            looks[key].is_skipped &= bool(patcher.is_clip) and is_skipped(patcher, key)
             if patcher.is_clip:
                 seen.encoders.setdefault(hook.hook_ref, set()).add(prompt.posted(self.node_here()))
             else:
@@ -283,6 +286,9 @@ class HookLora(Instrument):
                     open_because = lost
                 elif not how:
                     changed, lost = set(), _NOT_COUNTED if is_text else _NO_WEIGHT
+                elif all(looks[key].is_skipped for key in changed):
+                    changed, lost = set(), SKIPPED
+                    open_because = lost
             why = lost or why
             acting = {names[is_text](key) for key in changed}
             used[is_text] = frozenset(

@@ -71,8 +71,9 @@ _MAY_USE: Final = "a node that puts no model on a device itself may use"
 _NOT_COUNTED: Final = "no step counted a text that was encoded with"
 _CHANGED_AFTER: Final = "the conditioning was changed, or used in a way that is not seen, after it came from"
 _MAY_COUNT: Final = "cfg, a number of the guider, the noise mask or a last step without conditioning may leave nothing of what was sampled with"
+SKIPPED: Final = "clip skip takes the text from before the layers that it changes: only the pooled output holds them, which may not be used"
 _MASKED: Final = "the noise mask of the latent is zeros in what was sampled with"
-_OPEN: Final = frozenset({_ENDED, _MAY_USE, _CHANGED_AFTER, _MAY_COUNT})
+_OPEN: Final = frozenset({_ENDED, _MAY_USE, _CHANGED_AFTER, _MAY_COUNT, SKIPPED})
 """Why it is not known whether a LoRA acts."""
 _UNLESS_LATER: Final = frozenset({_NO_STEP, _NO_WEIGHT, _MASKED, _NOT_COUNTED})
 """Why it did nothing as far as the prompt went."""
@@ -369,6 +370,8 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
                 one.sampled is not None and one.sampled.counts is None for one in using
             ):
                 idle = {"": _MAY_COUNT}
+            if "" not in idle and all(patches.every & use.patches <= use.skipped for use in uses):
+                idle = {"": SKIPPED}
             found[part] = {**idle, **dict.fromkeys(patches.off, _OFF)}
         elif not prompt.facts.get("success", True):
             found[part] = {"": _ENDED}
@@ -671,6 +674,8 @@ def _idle_in_words(idle: Mapping[str, Sequence[str]], acting: Mapping[str, int])
         return verdict_finding(how, holders=part.capitalize(), weights=weights).message
     if how == _NOT_RUN and count < acting[part]:
         return f"{counted(count, 'module is', 'modules are')} on no model that a node used"
+    if how == SKIPPED:
+        return how
     same = [part for part, hows in idle.items() if hows[0] == how]
     return f"{how} the {' and the '.join(same)} that the loader gives"
 

@@ -6,13 +6,21 @@ in each conditioning that has any weight.
 A node whose output ComfyUI kept put its models on a device when it ran. What they had then is kept like that output.
 """
 
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from sigmascope.integrations.comfyui.conditionings import Sampled, State, makers_in, sampled_in, state_of
+from sigmascope.integrations.comfyui.conditionings import (
+    Sampled,
+    State,
+    makers_in,
+    sampled_in,
+    samplings_in,
+    state_of,
+)
 from sigmascope.integrations.comfyui.encodings import TEXT_ENCODING
 from sigmascope.integrations.comfyui.instruments import weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept
@@ -21,7 +29,7 @@ from sigmascope.integrations.comfyui.sampling import SAMPLING
 from sigmascope.probes.applied_patch import AppliedPatch, Standing
 from sigmascope.probes.comfyui_patcher import bypasses_of, kept_weights, original_weight
 from sigmascope.probes.comfyui_weight_adapter import PatcherEntry, applied
-from sigmascope.probes.reading import attempt, attribute, mapping, sequence
+from sigmascope.probes.reading import attempt, attribute, mapping, number, sequence
 from sigmascope.stages.lora_on_model import cancelled_changes
 from sigmascope.stages.model_snapshot import ModelPatches
 
@@ -31,6 +39,10 @@ _MOST_STATES: Final = 16
 _NAME: Final = "models_in_use"
 _TOGETHER: Final = Standing("merged", "with all that was on the model together")
 _NO_HOOKS: Final[State] = frozenset()
+LOADED_OVER: Final = (
+    "ComfyUI keeps one set of weights for both models of the node, so that no step was made with"
+)
+_LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
 _Held = tuple[int, Any]
 """A patch with the identity that it has in the host."""
 _ByWeight = Mapping[str, Sequence[_Held]]
@@ -44,12 +56,14 @@ class Use(NamedTuple):
     Attributes:
         model: Its identity.
         patches: Those of its patches, and of its adapters beside the weights, as far as later ones leave them.
-        cancelled: Of these the ones that cancel each other, each with the id of the verdict.
+        cancelled: Of these the ones that cancel each other, each with the id of the verdict; or all, with `LOADED_OVER`.
+        skipped: Of a text encoder's, those on layers that clip skip leaves out of a text: see `is_skipped`.
     """
 
     model: int
     patches: frozenset[int]
     cancelled: Mapping[int, str]
+    skipped: frozenset[int] = frozenset()
 
     def leaves(self, patches: frozenset[int]) -> bool:
         """Whether some of these patches act."""
@@ -105,11 +119,12 @@ def cancelled_in(prompt: PromptRecording) -> frozenset[int]:
 
 
 class _Stack(NamedTuple):
-    """A model and its patches; `mark` is ComfyUI's for these, since identities are given anew."""
+    """A model and its patches, some of them `skipped`; `mark` is ComfyUI's for these, since identities are given anew."""
 
     model: int
     patches: frozenset[int]
     mark: Hashable
+    skipped: frozenset[int]
 
 
 class _Cancelled(NamedTuple):
@@ -124,12 +139,14 @@ class _Loads:
 
     Attributes:
         by_node: The models that a node put on a device; a text encoder with the hooks that are in force while it encodes.
+        order: By node and model, what was loaded, one after the other, each with the samplings until then: see `samplings_in`.
         hooked: The patches of hooks that were merged into a denoiser, by its identity.
         cancelled: The identities of those that others cancel wherever they are in force.
     """
 
     def __init__(self) -> None:
         self.by_node: dict[str, dict[tuple[_Stack, State], Callable[[], Any] | None]] = {}
+        self.order: dict[tuple[str, int], list[tuple[_Stack, int]]] = {}
         self.hooked: dict[int, dict[object, dict[str, Sequence[Any]]]] = {}
         self.cancelled: frozenset[int] = frozenset()
 
@@ -146,15 +163,19 @@ class ModelsInUse:
         """A node puts a model on a device."""
         stack = attempt(partial(_stack_of, patcher)).value
         if stack is not None:
-            loads = prompt.until_the_end(_NAME, _Loads).by_node
+            loads = prompt.until_the_end(_NAME, _Loads)
             hooks = attempt(partial(_forced_on, patcher)).value or _NO_HOOKS
-            loads.setdefault(prompt.posted(node), {})[stack, hooks] = weakly(patcher)
+            loads.by_node.setdefault(prompt.posted(node), {})[stack, hooks] = weakly(patcher)
+            if node is not None:
+                loaded = stack, samplings_in(prompt, node.id)
+                loads.order.setdefault((node.id, stack.model), []).append(loaded)
 
     def of_prompt(self, prompt: PromptRecording) -> InUse:
         """The models of a prompt that is over."""
         at, self._prompts = self._prompts, self._prompts + 1
         loads = prompt.until_the_end(_NAME, _Loads)
         sampled, makers = sampled_in(prompt), makers_in(prompt)
+        over = _loaded_over(prompt, loads)
         ran: dict[str, list[NodeWatch]] = {"": []}
         for node in prompt.nodes.values():
             ran.setdefault(prompt.posted(node), []).append(node)
@@ -162,7 +183,9 @@ class ModelsInUse:
             node_id: Uses(
                 at,
                 tuple(
-                    self._use(*known, alive, sampled.get(node_id), loads)
+                    Use(known[0].model, known[0].patches, dict.fromkeys(known[0].patches, LOADED_OVER))
+                    if (node_id, known[0]) in over
+                    else self._use(*known, alive, sampled.get(node_id), loads)
                     for known, alive in loads.by_node.get(node_id, {}).items()
                 ),
                 _done_by(nodes),
@@ -198,7 +221,7 @@ class ModelsInUse:
         if getattr(patcher, "is_clip", False):
             hooked, states = mapping(patcher, "hook_patches"), [forced]
         if not any(ref in hooked for state in states for ref, _ in state):
-            return Use(stack.model, stack.patches, self._cancelled_on(stack, patcher))
+            return Use(stack.model, stack.patches, self._cancelled_on(stack, patcher), stack.skipped)
         here = [_hooked_in(state, hooked) for state in states]
         patches = stack.patches.union(*(_identities(one) for one in here))
         if len(here) > _MOST_STATES or patcher is None:
@@ -220,7 +243,39 @@ class ModelsInUse:
 
 def _stack_of(patcher: Any) -> _Stack:
     mark = getattr(patcher, "patches_uuid", None)
-    return _Stack(id(patcher.model), frozenset(patches_of(patcher)), mark)
+    on_layers = getattr(patcher, "patches", None) or {} if getattr(patcher, "is_clip", False) else {}
+    skipped = _identities_in(held for key, held in on_layers.items() if is_skipped(patcher, key))
+    return _Stack(id(patcher.model), frozenset(patches_of(patcher)), mark, frozenset(skipped))
+
+
+def is_skipped(patcher: Any, key: str) -> bool:
+    """Whether a weight lies in a layer after the one that a text encoder is told to take the text from: clip skip.
+
+    The pooled output, which some models use, is taken from the last layer all the same.
+    """
+    name, _, rest = key.partition(".")
+    encoder, layer = attribute(patcher.model, name), _LAYER.search(rest)
+    taken, count = number(attribute(encoder, "layer_idx")), number(attribute(encoder, "num_layers"))
+    if layer is None or taken is None or count is None or attribute(encoder, "layer") != "hidden":
+        return False
+    return int(layer[1]) > (taken + count if taken < 0 else taken)
+
+
+def _loaded_over(prompt: PromptRecording, loads: _Loads) -> set[tuple[str, _Stack]]:
+    """By node, models in whose place others of the same weights were loaded, whenever it loaded them, before it sampled.
+
+    Clones share the weights. A node that samples with two of them samples with the one that it loaded last.
+    """
+    found: set[tuple[str, _Stack]] = set()
+    for (node_id, _), loaded in loads.order.items():
+        until = [*(at for _, at in loaded[1:]), samplings_in(prompt, node_id)]
+        sampled = {
+            stack for (stack, at), then in zip(loaded, until, strict=True) if then > at or at % 2
+        }  # an odd number: one goes on
+        if sampled:
+            posted = prompt.posted(prompt.nodes.get(node_id))
+            found |= {(posted, stack) for stack, _ in loaded if stack not in sampled}
+    return found
 
 
 def _done_by(
@@ -337,7 +392,11 @@ def patches_of(patcher: Any) -> Iterator[int]:
     the other's patches. A merge that takes nothing of one of the two leaves out its patches.
     """
     yield from bypasses_of(patcher)
-    todo = list((getattr(patcher, "patches", None) or {}).values())
+    yield from _identities_in((getattr(patcher, "patches", None) or {}).values())
+
+
+def _identities_in(held: Iterable[Sequence[Any]]) -> Iterator[int]:
+    todo = list(held)
     while todo:
         for patch in reversed(todo.pop()):
             strength, change, before = (
