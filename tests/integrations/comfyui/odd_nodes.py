@@ -233,6 +233,13 @@ class OddLoras(OddBase):
         return (model, clip)
 
 
+class OddLorasBackwards(OddLoras):
+    """The same, the last one first."""
+
+    def run(self, model: Any, clip: Any, **loras: Any) -> Any:
+        return super().run(model, clip, **dict(reversed(loras.items())))
+
+
 class _Any(dict[str, Any]):
     """Inputs of any name."""
 
@@ -297,6 +304,7 @@ NODE_CLASS_MAPPINGS = {
         OddExit,
         OddText,
         OddLoras,
+        OddLorasBackwards,
         OddNew,
     )
 }

@@ -179,6 +179,13 @@ def test_a_lora_in_the_conditioning_is_judged_by_the_weights_while_it_samples(
     assert not any("lora_verdicts" in stage.facts for stage in run.walk() if stage is not node(run, "2"))
 
 
+def test_a_hook_of_a_file_that_is_not_read_acts_where_weights_became_others(server: Server) -> None:
+    """asagi4/comfyui-prompt-control issue 103: LoRAs for FLUX's depth and canny hold the weights' new sizes."""
+    (verdict,) = node(server.run(hooked("reshaped", reaches="denoiser", seed=12)), "2").facts["lora_verdicts"]
+    assert (verdict["effective"], verdict["modules_used"], verdict["modules"]) == (True, None, None)
+    assert "reshape_weight" in verdict["says"]
+
+
 def test_of_a_stack_of_loaders_that_bypass_the_weights_the_last_acts_alone(server: Server) -> None:
     """The picture is that of the same graph without the first LoRA."""
     if "LoraLoaderBypassModelOnly" not in server.ask("/object_info"):

@@ -224,7 +224,8 @@ def test_words_in_inputs_of_any_name_stay_out_of_reports(odd: Server) -> None:
         assert "eppelinist" not in text
 
 
-def test_several_loras_of_one_node_are_judged_one_by_one(odd: Server) -> None:
+@pytest.mark.parametrize("kind", ["OddLoras", "OddLorasBackwards"])
+def test_several_loras_of_one_node_are_judged_one_by_one(odd: Server, kind: str) -> None:
     """rgthree/rgthree-comfy issue 367: "in some cases, the LoRAs have no effect on the resulting image whatsoever"."""
     nodes = graph(seed=61)
     switched = {"good": True, "zeros": True, "flux": False, "text": True}
@@ -232,7 +233,7 @@ def test_several_loras_of_one_node_are_judged_one_by_one(odd: Server) -> None:
         f"lora_{name}": {"on": on, "lora": f"{name}.safetensors", "strength": 0.7}
         for name, on in switched.items()
     }
-    nodes["2"] = {"class_type": "OddLoras", "inputs": {"model": ["1", 0], "clip": ["1", 1], **loras}}
+    nodes["2"] = {"class_type": kind, "inputs": {"model": ["1", 0], "clip": ["1", 1], **loras}}
     run = odd.run(nodes)
     verdicts = {one["lora"]: one for one in node(run, "2").facts["lora_verdicts"]}
     told = {name: (one["effective"], one["modules_used"], one["modules"]) for name, one in verdicts.items()}

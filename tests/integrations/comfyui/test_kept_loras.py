@@ -183,6 +183,35 @@ def test_a_loader_that_makes_the_model_and_encodes_the_prompt_is_judged(
     assert (verdict["effective"], verdict["modules_used"]) == (bool(strength), int(strength))
 
 
+def test_a_lora_that_a_node_kept_on_its_model_is_told_though_it_was_switched_off(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    """jags111/efficiency-nodes-comfyui issue 279: "LoraStack persists even if bypassed"."""
+    model = host_with_lora.module("comfy.model_patcher").ModelPatcher(BaseModel())
+    changed = model.clone()
+    changed.add_patches({Q: lora_adapter()}, 1.0)
+    host_with_lora.nodes["Cached"] = Node(("MODEL",), lambda is_on: (changed if is_on else model,))
+    run = graph("4", {"4": {"class_type": "Cached", "inputs": {"is_on": True}}})
+    (verdict,) = nodes(watch().run(run))["4"].facts["lora_verdicts"]
+    assert (verdict["lora"], verdict["effective"]) == ("(unnamed)", True)
+    assert "gives a model that has one from before" in verdict["says"]
+    run["4"]["inputs"]["is_on"] = False
+    assert "lora_verdicts" not in nodes(watch().run(run))["4"].facts
+
+
+def test_a_trained_lora_with_strength_0_is_told(watch: Watch, host_with_lora: Host) -> None:
+    """ComfyUI's LoraModelLoader takes one that a node has trained, and gives the model back at strength 0."""
+    host_with_lora.nodes |= {
+        "Train": Node(("LORA_MODEL",), lambda: ({"a": torch.ones(1)},)),
+        "Trained": Node(("MODEL",), lambda model, **_: (model,)),
+    }
+    inputs = {"model": ["1", 0], "lora": ["5", 0], "strength_model": 0.0}
+    more = {"5": {"class_type": "Train", "inputs": {}}, "4": {"class_type": "Trained", "inputs": inputs}}
+    (verdict,) = nodes(watch().run(graph("4", more)))["4"].facts["lora_verdicts"]
+    assert verdict["effective"] is False
+    assert "its strength is 0" in verdict["says"]
+
+
 def test_of_a_prompt_that_failed_before_it_sampled_nobody_knows_what_its_lora_does(
     watch: Watch, host_with_lora: Host
 ) -> None:

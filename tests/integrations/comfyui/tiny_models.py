@@ -103,6 +103,7 @@ def make(base: Path) -> None:
         "text": (on_text := lora(text)),
         "last": {name: tensor for name, tensor in on_text.items() if "layers_11" in name},
         "flux": lora(flux),
+        "reshaped": {**good, f"{next(iter(layers))}.reshape_weight": torch.tensor([320, 320])},
     }
     for kind, tensors in kinds.items():
         save_file(tensors, base / "models" / "loras" / f"{kind}.safetensors")

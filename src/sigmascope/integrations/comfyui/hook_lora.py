@@ -265,7 +265,7 @@ class HookLora(Instrument):
         names = names_of_all(models.get(False), models.get(True))
         used: dict[bool, frozenset[str]] = {}
         whys: dict[str, None] = {}
-        was_in_force, open_because = False, None
+        was_in_force, changes_weights, open_because = False, False, None
         for is_text, model in models.items():
             looks = seen.looks.get((one.hook, is_text), {})
             if any(look.is_unread for look in looks.values()):
@@ -290,6 +290,7 @@ class HookLora(Instrument):
                     changed, lost = set(), SKIPPED
                     open_because = lost
             why = lost or why
+            changes_weights = changes_weights or bool(changed)
             acting = {names[is_text](key) for key in changed}
             used[is_text] = frozenset(
                 module.name for module in matching.value.matched if not acting.isdisjoint(module.layers)
@@ -313,8 +314,10 @@ class HookLora(Instrument):
             whys = {_REACHES_TEXT if True in models else _REACHES_DENOISER: None}
         if open_because is not None and not count:
             return _Known({**verdict, "effective": None, "reason": open_because}, used)
-        verdict |= {"effective": count > 0, "modules_used": count, "modules": len(matching.value.modules)}
-        verdict["why"] = next(iter([*grave, *whys] if count else [*whys, *grave]), None)
+        verdict |= {"effective": changes_weights, "modules": len(matching.value.modules) or None}
+        # ComfyUI may read what the match with the file does not.
+        verdict["modules_used"] = None if changes_weights and not count else count
+        verdict["why"] = next(iter([*grave, *whys] if changes_weights else [*whys, *grave]), None)
         return _Known(verdict, used)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
+from safetensors import safe_open
 
 from sigmascope.integrations.comfyui.files import FILES
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
@@ -21,11 +22,12 @@ from sigmascope.integrations.comfyui.models_in_use import InUse, ModelsInUse, Us
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import following, links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
+from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
 from sigmascope.lora.verdict import VERDICTS as ROWS
 from sigmascope.lora.verdict import verdict_finding
 from sigmascope.probes.comfyui_patcher import bypasses_of
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.reading import attempt, attribute, mapping, sequence
 from sigmascope.stages.lora_application import (
     analyze_lora_application_results,
     capture_lora_baseline,
@@ -81,13 +83,15 @@ _REPLACED: Final = (
     "a loader after it replaces it: of adapters that bypass the weights ComfyUI keeps the last loader's"
 )
 _GIVEN_BACK: Final = "the node read the file and gave back the very model that it was given: whether it wrote into its weights was not seen"
+_OTHER_CHANGES: Final = "the node changes weights, by none of the names that the file has"
+_KEPT_BY_NODE: Final = "the node was told to take no LoRA, and gives a model that has one from before"
 _GONE: Final = "the models were gone when the prompt ended"
 
 
 class _Application(NamedTuple):
     """A LoRA of a node, and why the node left it off, if it was told to.
 
-    `patches` has the identities of those made of its file; None: it is the node's only one.
+    `patches` has the identities of those made of its file; None: it is the node's only one. `is_kept`: the node read none.
     """
 
     node: NodeWatch
@@ -97,6 +101,7 @@ class _Application(NamedTuple):
     kinds: tuple[str, ...]
     patches: frozenset[int] | None
     why_off: str | None
+    is_kept: bool
 
 
 class _Weighed(NamedTuple):
@@ -154,18 +159,22 @@ class _Known(NamedTuple):
     at: int
 
 
+_Sample = tuple[str, list[float]]
+"""The name of a matrix in a file, and the first numbers of it."""
+
+
 class _Seen:
     """Of one prompt.
 
     Attributes:
         applied: The LoRAs of its nodes.
-        patches: By node, the identities of the patches made of each file that it read.
+        patches: By node, the identities of the patches made of each LoRA, with a sample of its tensors.
         replaced: The identities of adapters beside the weights that a later loader put its own in place of.
     """
 
     def __init__(self) -> None:
         self.applied: list[_Application] = []
-        self.patches: dict[str, list[frozenset[int]]] = {}
+        self.patches: dict[str, list[tuple[_Sample | None, frozenset[int]]]] = {}
         self.replaced: set[int] = set()
 
 
@@ -193,7 +202,8 @@ class Lora(Instrument):
         if prompt is not None and node is not None and error is None:
             node.add(LORA, {"keys": len(call.get("lora") or ()), "patches": len(result)})
             patches = prompt.until_the_end(self.name, _Seen).patches
-            patches.setdefault(node.id, []).append(frozenset(map(id, result.values())))
+            sample = attempt(partial(_sample_of, call.get("lora"))).value
+            patches.setdefault(node.id, []).append((sample, frozenset(map(id, result.values()))))
 
     def _goes_to_a_device(self, call: Call) -> None:
         prompt, node = self.prompt_here(), self.node_here()
@@ -209,7 +219,12 @@ class Lora(Instrument):
             return
         obj, seen = call.get("obj"), prompt.until_the_end(self.name, _Seen)
         kinds = tuple(map(str, getattr(obj, "RETURN_TYPES", ())))
-        if LORA not in node.facts and "lora_name" not in inputs:
+        reads = LORA in node.facts
+        keeps_one = not reads and bool(attempt(partial(_keeps_a_lora, kinds, inputs, result[0] or ())).value)
+        is_off = (
+            not reads and "lora" in inputs and "MODEL" in kinds and _why_off(_first_of(inputs)) is not None
+        )
+        if not (reads or keeps_one or is_off or "lora_name" in inputs):
             return
         patches = seen.patches.get(node.id, [])
         calls = _calls(inputs, result[0] or (), is_one=bool(getattr(obj, "INPUT_IS_LIST", False)))
@@ -219,14 +234,14 @@ class Lora(Instrument):
                 continue
             kept = {what: known for what, model in models.items() if (known := weakly(model)) is not None}
             names = list(dict.fromkeys(_names_in(given)))
-            if not names and LORA not in node.facts:
+            if not names and not (reads or keeps_one or is_off):
                 continue  # it was told to take none
             apart = len(names) > 1 and len(names) == len(patches) and len(calls) == 1
+            made = _in_order(names, patches) if apart else None
             for at, name in enumerate(names or [_UNNAMED]):
-                own = patches[at] if apart else None
-                seen.applied.append(
-                    _Application(node, kept, path_of(name), name, kinds, own, _why_off(given))
-                )
+                own = None if made is None else made[at]
+                one = _Application(node, kept, path_of(name), name, kinds, own, _why_off(given), keeps_one)
+                seen.applied.append(one)
 
     @torch.no_grad()  # ComfyUI's inference mode is over by then
     def at_the_end(self, prompt: PromptRecording) -> None:
@@ -265,6 +280,8 @@ class Lora(Instrument):
             findings = [finding for finding in analysis["findings"] if finding["id"] != "lora_left_off"]
             unavailable = {**analysis["unavailable"], "effective": _GIVEN_BACK}
             analysis |= {"effective": None, "findings": findings, "unavailable": unavailable}
+        elif one.is_kept and weighed.verdict["effective"]:
+            weighed.verdict["why"] = _KEPT_BY_NODE
         own = one.node.facts.setdefault(one.node.name, {})
         analysis["findings"] = [*own.get("findings", ()), *analysis["findings"]]
         own.update(analysis)
@@ -440,6 +457,18 @@ def _calls(
     ]
 
 
+def _first_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: first_of(values) for name, values in inputs.items()}
+
+
+def _keeps_a_lora(kinds: Sequence[str], inputs: Mapping[str, Any], gave: Sequence[Any]) -> bool:
+    """Whether a node that makes a model itself gives one with a LoRA on it: ComfyUI has these as objects, and merges as lists."""
+    made = dict(zip(kinds, gave, strict=False))
+    models = [] if "model" in inputs or "clip" in inputs else [*sequence(made.get("MODEL"))]
+    held = [patches for model in models for patches in mapping(model, "patches").values()]
+    return any(isinstance(attribute(patch[1], "weights"), Sequence) for patches in held for patch in patches)
+
+
 def _models_of(given: Mapping[str, Any], gave: Mapping[str, Any]) -> dict[str, Any]:
     """The models that a call of a node was given and gave; of a node that makes a model itself, the latter."""
     models = {"unet": gave.get("MODEL"), "clip": gave.get("CLIP")}
@@ -483,6 +512,42 @@ def _texts_in(value: Any, depth: int) -> Iterator[str]:
     elif depth and isinstance(value, list | tuple):
         for item in value:
             yield from _texts_in(item, depth - 1)
+
+
+def _sample_of(tensors: Mapping[str, torch.Tensor]) -> _Sample | None:
+    """What tells a LoRA from others of the same names, read on the processor."""
+    name = min(name for name, tensor in tensors.items() if tensor.ndim > 1)
+    return (name, tensors[name][0].flatten()[:8].tolist()) if tensors[name].device.type == "cpu" else None
+
+
+def _in_order(
+    names: Sequence[str], patches: Sequence[tuple[_Sample | None, frozenset[int]]]
+) -> list[frozenset[int]]:
+    """The patches of each file: nodes may put LoRAs on in another order than they are named in.
+
+    In the order of the names, where the files do not tell.
+    """
+    made = [own for _, own in patches]
+    samples = [sample for sample, _ in patches]
+    found = [attempt(partial(_place_of, path_of(name), samples)).value for name in names]
+    return (
+        made if None in found or len({*found}) < len(found) else [made[at] for at in found if at is not None]
+    )
+
+
+def _place_of(path: Any, samples: Sequence[_Sample | None]) -> int | None:
+    with safe_open(path, "pt") as file:
+        held = {*file.keys()}
+        return next(
+            (
+                at
+                for at, sample in enumerate(samples)
+                if sample is not None
+                and sample[0] in held
+                and file.get_slice(sample[0])[:1].flatten()[:8].tolist() == sample[1]
+            ),
+            None,
+        )
 
 
 def _why_off(inputs: Mapping[str, Any]) -> str | None:
@@ -633,14 +698,17 @@ def use_of(
         if how is not None:
             idle.setdefault(part, []).append(how)
     used = len(acting) - sum(map(len, idle.values()))
-    effective, why = verdict["effective"], verdict["why"]
-    if effective and idle:
+    effective, why, reason = verdict["effective"], verdict["why"], None
+    if effective and not acting:
+        effective, reason = None, _OTHER_CHANGES
+    elif effective and idle:
         effective = True if used else None if any(_OPEN & set(hows) for hows in idle.values()) else False
         why = _idle_in_words(idle, Counter(map(_part_of, acting)))
+        reason = None if effective is not None else why
     elif effective and has_denoiser and {_part_of(module) for module in acting} == {"text encoder"}:
         why = why or "it changes the text encoder only"
     return {
-        **({"reason": why} if effective is None and verdict["effective"] else {}),
+        **({} if reason is None else {"reason": reason}),
         "effective": effective,
         "why": why,
         "modules_used": None if effective is None else used if effective else 0,
