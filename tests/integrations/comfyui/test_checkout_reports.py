@@ -114,6 +114,27 @@ def test_of_a_stack_with_little_memory_no_lora_is_said_to_contradict_the_weights
     assert all("contradict" not in one["says"] for one in verdicts)
 
 
+@pytest.mark.parametrize(("denoise", "acts"), [(1.0, False), (0.5, True)])
+def test_a_second_sampler_that_begins_from_noise_leaves_nothing_of_a_flow_models_first_one(
+    server: Server, denoise: float, acts: bool
+) -> None:
+    """kijai/ComfyUI-WanVideoWrapper issue 887: "denoise too high on 2nd sampler, ignores high-noise model's output"."""
+    nodes = family("sd3", seed=51)
+    nodes["10"] = {"class_type": "KSampler", "inputs": dict(nodes["6"]["inputs"])}
+    nodes["10"]["inputs"] |= {"model": ["1", 0], "latent_image": ["6", 0], "denoise": denoise}
+    end = {"class_type": "SaveLatent", "inputs": {"samples": ["10", 0], "filename_prefix": "second"}}
+    bare: Graph = {name: {**one, "inputs": dict(one["inputs"])} for name, one in nodes.items()}
+    bare["6"]["inputs"]["model"] = ["1", 0]
+    del bare["2"]
+    latents = [saved(server, one, "10") for one in (nodes, bare)]
+    for run in (server.run({**latent_of(nodes), "8": end}), server.run({**latent_of(nodes), "8": end})):
+        found = [*run.facts["comfyui"].get("loras_kept", ())]
+        found += [one for stage in run.walk() for one in stage.facts.get("lora_verdicts", ())]
+        assert [one["effective"] for one in found] == [acts]
+        assert acts or "begins from noise alone" in found[0]["says"]
+    assert bool((latents[0] != latents[1]).any()) is acts
+
+
 def lora_loader(before: str, lora: str, strength: float) -> dict[str, Any]:
     inputs = {"lora_name": f"{lora}.safetensors", "strength_model": strength, "strength_clip": strength}
     return {"class_type": "LoraLoader", "inputs": {**inputs, "model": [before, 0], "clip": [before, 1]}}
@@ -182,9 +203,10 @@ def latent_of(nodes: Graph) -> Graph:
     return {**{name: one for name, one in nodes.items() if name not in ("7", "8")}, "8": save}
 
 
-def saved(server: Server, nodes: Graph) -> Tensor:
+def saved(server: Server, nodes: Graph, sampler: str = "6") -> Tensor:
     """The latent that a graph ends with."""
     wanted = latent_of(nodes)
+    wanted["8"]["inputs"]["samples"] = [sampler, 0]
     wanted["8"]["inputs"]["filename_prefix"] = name = f"latent_{uuid.uuid4().hex}"
     server.prompt(wanted)
     (file,) = (server.base / "output").glob(f"{name}*.latent")

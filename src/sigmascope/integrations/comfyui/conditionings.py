@@ -79,12 +79,21 @@ class Sampled(NamedTuple):
         texts: Of which nodes' texts the conditionings with a weight are made.
         counts: Whether anything that the model gave counted; None: that is not known.
         is_masked: Whether the noise mask left nothing of the latent to sample.
+        forgets: Whether it began from noise alone, so that nothing of the latent that it was given is left.
+        is_forgotten: Whether what it made goes to nodes alone that forget it.
     """
 
     states: Mapping[State, bool | None]
     texts: Origin
     counts: bool | None
     is_masked: bool = False
+    forgets: bool = False
+    is_forgotten: bool = False
+
+    def forgotten(self) -> "Sampled":
+        """The same, of which nothing counts."""
+        states = dict.fromkeys(self.states, False)
+        return self._replace(states=states, texts=Origin(frozenset()), counts=False, is_forgotten=True)
 
     def holds(self, signatures: Iterable[str]) -> bool | None:
         """Whether the text of one of these nodes was among them; None: that is not known."""
@@ -103,7 +112,8 @@ class Sampled(NamedTuple):
         }
         texts = Origin(self.texts.sure | other.texts.sure, self.texts.maybe | other.texts.maybe)
         counts = _any((self.counts, other.counts))
-        return Sampled({**self.states, **states}, texts, counts, self.is_masked and other.is_masked)
+        is_masked, forgets = self.is_masked and other.is_masked, self.forgets and other.forgets
+        return Sampled({**self.states, **states}, texts, counts, is_masked, forgets)
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +166,7 @@ class _Seen:
         known: Those of which nothing new is to be found out: by ComfyUI's mark, their text, how the step takes them, their hooks.
         texts: By ComfyUI's mark and its text, of what texts a conditioning is made, and whether its tensors hold anything.
         masks: By node, the noise mask of each time that it sampled; None: none.
+        forgets: By node, of each time that it sampled, whether it began from noise alone.
         empty_at_last: Nodes whose last step had no conditioning.
         signatures: Of nodes.
         makers: By node of the posted graph, the signature of one that made a conditioning.
@@ -166,6 +177,7 @@ class _Seen:
     known: set[tuple[object, ...]] = field(default_factory=set)
     texts: dict[tuple[object, int], tuple[Origin, bool | Tensor]] = field(default_factory=dict)
     masks: dict[str, list[_Masked | None]] = field(default_factory=dict)
+    forgets: dict[str, list[bool | Tensor]] = field(default_factory=dict)
     empty_at_last: set[str] = field(default_factory=set)
     signatures: dict[str, str] = field(default_factory=dict)
     makers: dict[str, str] = field(default_factory=dict)
@@ -286,6 +298,7 @@ class Conditionings(Instrument):
         )
         seen = prompt.until_the_end(_NAME, self._begin_prompt)
         seen.masks.setdefault(node.id, []).append(masked)
+        seen.forgets.setdefault(node.id, []).append(_forgets(guider, sampler, call.get("sigmas"), mask))
         _samplings(prompt)[node.id] += 1
 
     def _ended_sampling(
@@ -461,9 +474,23 @@ def _sampled(prompt: PromptRecording, seen: _Seen) -> dict[str, Sampled]:
                 (maybe if has_weight is None else sure).update(one.origin.sure)
                 maybe |= one.origin.maybe
         posted = prompt.posted(prompt.nodes.get(node_id))
-        now = Sampled(states, Origin(frozenset(sure), frozenset(maybe - sure)), counts, leaves is False)
+        forgets = node_id == posted and all(map(bool, seen.forgets.get(node_id, [False])))
+        texts = Origin(frozenset(sure), frozenset(maybe - sure))
+        now = Sampled(states, texts, counts, leaves is False, forgets)
         found[posted] = now.beside(found.get(posted))
     return found
+
+
+def _forgets(guider: object, sampler: object, sigmas: object, mask: object) -> bool | Tensor:
+    """Whether a sampling begins from noise alone: a flow model takes (1 - sigma) of the latent, and the first sigma is 1."""
+    model = attribute(guider, "inner_model")
+    kinds = {kind.__name__ for kind in type(attribute(model, "model_sampling")).__mro__}
+    takes_latent = (
+        mask is not None or bool(attribute(model, "concat_keys")) or type(sampler).__name__ != "KSAMPLER"
+    )
+    if takes_latent or "CONST" not in kinds or not isinstance(sigmas, Tensor) or not len(sigmas):
+        return False
+    return sigmas[0] == 1
 
 
 def _leaves(masked: _Masked | None) -> bool | None:

@@ -75,9 +75,10 @@ _CHANGED_AFTER: Final = "the conditioning was changed, or used in a way that is 
 _MAY_COUNT: Final = "cfg, a number of the guider, the noise mask or a last step without conditioning may leave nothing of what was sampled with"
 SKIPPED: Final = "clip skip takes the text from before the layers that it changes: only the pooled output holds them, which may not be used"
 _MASKED: Final = "the noise mask of the latent is zeros in what was sampled with"
+_FORGOTTEN: Final = "the sampler that takes the latent begins from noise alone (first sigma 1), so that nothing is left of what was sampled with"
 _OPEN: Final = frozenset({_ENDED, _MAY_USE, _CHANGED_AFTER, _MAY_COUNT, SKIPPED})
 """Why it is not known whether a LoRA acts."""
-_UNLESS_LATER: Final = frozenset({_NO_STEP, _NO_WEIGHT, _MASKED, _NOT_COUNTED})
+_UNLESS_LATER: Final = frozenset({_FORGOTTEN, _NO_STEP, _NO_WEIGHT, _MASKED, _NOT_COUNTED})
 """Why it did nothing as far as the prompt went."""
 _REPLACED: Final = (
     "a loader after it replaces it: of adapters that bypass the weights ComfyUI keeps the last loader's"
@@ -373,8 +374,9 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
         if samplers and all(one.does == "samples nothing" for one in samplers):
             found[part] = {"": _NO_STEP}
         elif samplers and not any(one in counting for one in samplers):
-            is_masked = all(one.sampled is not None and one.sampled.is_masked for one in samplers)
-            found[part] = {"": _MASKED if is_masked else _NO_WEIGHT}
+            made = [one.sampled for one in samplers if one.sampled is not None]
+            is_masked, is_lost = all(one.is_masked for one in made), all(one.is_forgotten for one in made)
+            found[part] = {"": _MASKED if is_masked else _FORGOTTEN if is_lost else _NO_WEIGHT}
         elif uses and part == "text encoder" and (how := _text_lost(does, patches, in_use)) is not None:
             found[part] = {"": how}
         elif (
@@ -396,9 +398,17 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             found[part] = {"": _NOT_RUN}
         elif users and (known.at < in_use.at or known.weighed.is_only_registered):
             found[part] = {"": _MAY_USE}
+        if found.get(part, {}).get("") == _NOT_RUN and any(_is_forgotten(one, patches) for one in does):
+            found[part] = {"": _FORGOTTEN}
         if is_cut and found.get(part, {}).get("") in _UNLESS_LATER:
             found[part] = {"": _ENDED}
     return found
+
+
+def _is_forgotten(uses: Uses, patches: _Patches) -> bool:
+    """Whether a node sampled with a LoRA, and nothing that follows took of what it made."""
+    is_lost = uses.sampled is not None and uses.sampled.is_forgotten
+    return is_lost and any(use.leaves(patches.every) for use in uses.models if use.model == patches.model)
 
 
 def _has_sampled(uses: Uses) -> bool:

@@ -24,8 +24,9 @@ from sigmascope.integrations.comfyui.conditionings import (
 from sigmascope.integrations.comfyui.encodings import TEXT_ENCODING
 from sigmascope.integrations.comfyui.instruments import weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept
+from sigmascope.integrations.comfyui.posted_graph import links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
-from sigmascope.integrations.comfyui.sampling import SAMPLING
+from sigmascope.integrations.comfyui.sampling import LATENTS, SAMPLING
 from sigmascope.probes.applied_patch import AppliedPatch, Standing
 from sigmascope.probes.comfyui_patcher import bypasses_of, kept_weights, original_weight
 from sigmascope.probes.comfyui_weight_adapter import PatcherEntry, applied
@@ -201,7 +202,9 @@ class ModelsInUse:
             if all(patch in use.cancelled for use in uses if patch in use.patches)
         )
         kept = self._kept.of_prompt(prompt, {node_id: [uses] for node_id, uses in now.items()})
-        return InUse(at, {**{node_id: uses for node_id, _, uses in kept}, **now})
+        return InUse(
+            at, _without_forgotten({**{node_id: uses for node_id, _, uses in kept}, **now}, prompt.graph)
+        )
 
     def _use(
         self,
@@ -239,6 +242,38 @@ class ModelsInUse:
             if len(self._cancelled) > _MOST_STACKS:
                 self._cancelled.popitem(last=False)
         return self._cancelled[stack]
+
+
+def _without_forgotten(by_node: Mapping[str, Uses], graph: Mapping[str, Any]) -> dict[str, Uses]:
+    """The same, where nothing counts of what a node sampled that goes to samplers alone which begin from noise."""
+    takers: dict[str, list[tuple[str, str]]] = {}
+    for taker, node in graph.items():
+        for name, (source, _) in links_of(node):
+            takers.setdefault(source, []).append((taker, name))
+
+    def is_lost(node_id: str, on_the_way: frozenset[str] = frozenset()) -> bool:
+        taken = takers.get(node_id, ())
+        return (
+            node_id not in on_the_way
+            and bool(taken)
+            and all(
+                (name in LATENTS and forgets(taker)) or is_lost(taker, on_the_way | {node_id})
+                for taker, name in taken
+            )
+        )
+
+    def forgets(node_id: str) -> bool:
+        sampled = by_node[node_id].sampled if node_id in by_node else None
+        return sampled is not None and sampled.forgets
+
+    if not any(map(forgets, by_node)):
+        return dict(by_node)
+    return {
+        node_id: uses
+        if uses.sampled is None or not is_lost(node_id)
+        else uses._replace(sampled=uses.sampled.forgotten())
+        for node_id, uses in by_node.items()
+    }
 
 
 def _stack_of(patcher: Any) -> _Stack:

@@ -12,13 +12,16 @@ from sigmascope.records.run import CallFacts
 
 SAMPLING: Final = "sampling"
 """The fact of a node's stage that holds this."""
+LATENTS: Final = ("latent_image", "samples", "latent")
+"""The inputs of samplers for what they denoise."""
 _NOT_SET: Final = "the node has no such setting"
 
 
 def is_sampler(inputs: Mapping[str, Any]) -> bool:
     """Whether a node with these inputs denoises a latent."""
-    latent = {"latent_image", "samples", "latent"} & inputs.keys()
-    return bool(latent) and not inputs.keys().isdisjoint({"sampler_name", "sigmas", "sampler"})
+    return not inputs.keys().isdisjoint(LATENTS) and not inputs.keys().isdisjoint(
+        {"sampler_name", "sigmas", "sampler"}
+    )
 
 
 def first_of(value: Any) -> Any:
@@ -34,7 +37,7 @@ def sampling_facts(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """
     first = {name: first_of(value) for name, value in inputs.items()}
     sigmas = as_tensor(first.get("sigmas"))
-    latent = next((first[name] for name in ("latent_image", "samples", "latent") if name in first), None)
+    latent = next((first[name] for name in LATENTS if name in first), None)
     samples = next(leaves_of(latent.get("samples")), None) if isinstance(latent, Mapping) else None
     sampler_function = _attribute(first.get("sampler"), "sampler_function")
     given: dict[str, Any] = {
