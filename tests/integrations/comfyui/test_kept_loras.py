@@ -212,6 +212,17 @@ def test_a_trained_lora_with_strength_0_is_told(watch: Watch, host_with_lora: Ho
     assert "its strength is 0" in verdict["says"]
 
 
+@pytest.mark.parametrize(("model", "effective"), [("1", None), ("2", True)])
+def test_of_a_model_that_goes_to_no_sampler_nobody_knows_what_its_lora_does(
+    watch: Watch, host_with_lora: Host, model: str, effective: bool | None
+) -> None:
+    """Such as to a node that shows what it is given, or writes it into a file."""
+    host_with_lora.nodes["Show"] = Node((), lambda x: ())
+    run = watch().run(graph(model, {"4": {"class_type": "Show", "inputs": {"x": ["2", 0]}}}))
+    (verdict,) = nodes(run)["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is effective
+
+
 def test_of_a_prompt_that_failed_before_it_sampled_nobody_knows_what_its_lora_does(
     watch: Watch, host_with_lora: Host
 ) -> None:

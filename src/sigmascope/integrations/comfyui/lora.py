@@ -396,13 +396,21 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             found[part] = {"": _ENDED}
         elif users and all(one.models for one in users) and all(one.does != "unknown" for one in does):
             found[part] = {"": _NOT_RUN}
-        elif users and (known.at < in_use.at or known.weighed.is_only_registered):
+        elif (users and known.at < in_use.at) or (
+            (users or _is_done_elsewhere(part, in_use)) and known.weighed.is_only_registered
+        ):
             found[part] = {"": _MAY_USE}
         if found.get(part, {}).get("") == _NOT_RUN and any(_is_forgotten(one, patches) for one in does):
             found[part] = {"": _FORGOTTEN}
         if is_cut and found.get(part, {}).get("") in _UNLESS_LATER:
             found[part] = {"": _ENDED}
     return found
+
+
+def _is_done_elsewhere(part: str, in_use: InUse) -> bool:
+    """Whether some node of the prompt samples, or encodes a text, whatever model it has."""
+    wanted = "samples" if part == "denoiser" else "encodes"
+    return any(one.does == wanted for one in in_use.by_node.values())
 
 
 def _is_forgotten(uses: Uses, patches: _Patches) -> bool:
