@@ -153,8 +153,10 @@ def test_a_model_is_used_as_far_as_a_merge_takes_it(
 ) -> None:
     models = {"model": ["1", 0], "other": ["1", 0], of: ["2", 0]}
     merge = {"class_type": "Merge", "inputs": {**models, "ratio": ratio}}
-    (verdict,) = nodes(watch().run(graph("5", {"5": merge})))["2"].facts["lora_verdicts"]
+    ran = nodes(watch().run(graph("5", {"5": merge})))
+    (verdict,) = ran["2"].facts["lora_verdicts"]
     assert verdict["effective"] is effective
+    assert "lora_verdicts" not in ran["5"].facts
 
 
 def test_a_model_that_was_used_for_what_comfyui_kept_is_used(watch: Watch, host_with_lora: Host) -> None:

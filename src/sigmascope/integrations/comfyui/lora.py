@@ -482,7 +482,9 @@ def _first_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _keeps_a_lora(kinds: Sequence[str], inputs: Mapping[str, Any], gave: Sequence[Any]) -> bool:
     """Whether a node that makes a model itself gives one with a LoRA on it: ComfyUI has these as objects, and merges as lists."""
     made = dict(zip(kinds, gave, strict=False))
-    models = [] if "model" in inputs or "clip" in inputs else [*sequence(made.get("MODEL"))]
+    given = [one for values in inputs.values() for one in sequence(values)]
+    is_given = any(attribute(_patcher_of(one), "patches") is not None for one in given)
+    models = () if is_given else sequence(made.get("MODEL"))
     held = [patches for model in models for patches in mapping(model, "patches").values()]
     return any(isinstance(attribute(patch[1], "weights"), Sequence) for patches in held for patch in patches)
 
