@@ -155,6 +155,18 @@ def test_loras_that_were_there_before_are_not_said_to_act(stage: Stage) -> None:
     assert acting_lora(run_of(stage)) is None
 
 
+@pytest.mark.parametrize("change", [applied(False, ZEROS), applied(True)], ids=["zeros", "switched off"])
+def test_what_one_model_lost_leaves_the_loras_on_others_as_they_were(change: Stage) -> None:
+    alone = replace(change, facts={**change.facts, "only_on": "unet"})
+    predicted = {"predicted": True, "relative_change": 0.2}
+    alone.facts["lora_application"]["unet_weight_changes"] = predicted
+    both = looked_at(unet__style=OFF, text_encoder__style=STYLE)
+    says = "The LoRA acts in the call: style on 8 layers of text_encoder at strength 1."
+    assert (acting_lora(run_of(alone, both)) or "").startswith(says)
+    assert acting_lora(run_of(alone, looked_at(unet__style=OFF))) is None
+    assert acting_lora(run_of(both, alone)) is None
+
+
 def call_with(strength: float | None, active: int = 2, content: str = "a") -> Stage:
     """A call with "style" on the U-Net; without any LoRA where there is no strength."""
     style = {"strength": [strength, strength], "layers": 2, "active": active, "content": content}

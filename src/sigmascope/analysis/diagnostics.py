@@ -163,17 +163,18 @@ def find_stage_findings(run: Run) -> list[Finding]:
 
     A remark on how LoRAs are set is given as the last change left them.
     """
+    settled = {lora_state.MERGED_AT_ZERO} if lora_state.saw_merging(run) else set()
     by_stage = [(stage, [*_findings_in_analysis(stage)]) for stage in run.walk()]
     last = {_subject_of(stage): stage for stage, _ in by_stage if stage.facts.get(stage.name) is not None}
     findings = [
         finding
         for stage, found in by_stage
         for finding in found
-        if finding.id not in _AS_IT_STANDS or last.get(_subject_of(stage)) is stage
+        if finding.id not in settled
+        and (finding.id not in _AS_IT_STANDS or last.get(_subject_of(stage)) is stage)
     ]
-    known = {finding.id for finding in findings}
+    known = {finding.id for finding in findings} | settled
     known |= {lora_state.IS_ZERO} if lora_state.UNTRAINED in known else set()
-    known |= {lora_state.MERGED_AT_ZERO} if lora_state.saw_merging(run) else set()
     idle = [finding for stage in run.walk() for finding in _read(stage.facts.get(IDLE_LORAS), stage)]
     return findings + list({finding.id: finding for finding in idle if finding.id not in known}.values())
 

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from sigmascope import units
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import GENERATION
-from sigmascope.records.run import IDLE_LORAS, RECIPE, Run, Stage
+from sigmascope.records.run import IDLE_LORAS, ONLY_ON, RECIPE, Run, Stage
 
 _FACT = "lora_application"
 _VERDICTS: Final = "lora_verdicts"
@@ -161,6 +161,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
     idle: Mapping[str, Any] = {}
     new: Mapping[str, Any] = {}  # that the last change made an adapter anew
     is_over = False  # once a call's LoRAs act
+    only_on: object = None  # once those on other components do
     merged_at: list[float] = []
     if _left_in_weights(run):
         return idle  # whatever the others do
@@ -171,9 +172,11 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
         if isinstance(analysis, Mapping):
             told = map(_mapping, analysis.get("findings") or ())
             new = next((finding for finding in told if finding.get("id") == UNTRAINED), {})
-            if _is_idle(analysis):
+            if _is_idle(analysis) and _on_other_side(run, stage):
+                idle = {}
+            elif _is_idle(analysis):
                 idle = _cause(analysis.get("findings"))
-                is_over = idle.get("id") in _STATES_OF_CALLS
+                is_over, only_on = idle.get("id") in _STATES_OF_CALLS, stage.facts.get(ONLY_ON)
             elif _is_change(analysis):
                 idle = {}
             if str(stage.facts.get("method")).startswith(_MERGING):
@@ -186,7 +189,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
         elif idle_in_call(stage):
             idle, is_over = _cause(idle_in_call(stage)), True
             idle = new if new and idle.get("id") == IS_ZERO else idle
-        elif is_over and any(lora.get("active") for lora in _in_call(stage).values()):
+        elif (is_over and _active_beside(None, stage)) or (only_on and _active_beside(only_on, stage)):
             idle = {}
     return idle
 
@@ -312,7 +315,7 @@ def _is_idle(analysis: Mapping[str, Any]) -> bool:
     if analysis.get("effective") is not False or _spoilt(findings):
         return False
     is_as_before = any(_mapping(finding).get("id") == AS_BEFORE for finding in findings or ())
-    return not is_as_before and bool(_cause(findings))
+    return not is_as_before and _cause(findings).get("id") not in (None, MERGED_AT_ZERO)
 
 
 def _is_change(analysis: Mapping[str, Any]) -> bool:
@@ -405,16 +408,25 @@ def _acting_standing(run: Run) -> LoraStanding | None:
         for name, side in _names_of_sides(stage)
         if (changes := _mapping(last.get(f"{side}_weight_changes")))
     ]
-    is_on = any(_acting(patches) for _, _, patches in sides)
-    if not is_on and any(changes.get("predicted") for _, changes, _ in sides):
+    changed = any(changes.get("predicted") or patches.get("loras") for _, changes, patches in sides)
+    is_on = any(_acting(patches) for _, _, patches in sides) and not _is_off_since(run, stage)
+    others = _on_other_side(run, stage)
+    if not is_on and changed:
         left = _left_in_weights(run)
-        return _as_arrived(_in_weights(left), arrives) if left else _taken_off(run, stage)
+        if left:
+            return _as_arrived(_in_weights(left), arrives)
+        if not others:
+            says = _in_last_call(run, stage)
+            return _taken_off(run, stage) if says is None else _as_arrived(says, ())
+        sides = []
+    sides = sorted([*sides, *others], key=lambda side: side[0] == _OF_ENCODERS)
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
     in_weights = is_on and _is_in_weights(run, stage)
     since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None
     if since is not None:
         before = f" ‖ΔW‖ / ‖W‖ was {' and '.join(sizes)} before." if sizes else ""
-        return _as_arrived(since + before, arrives) if since else None
+        says = since + before if since else _in_last_call(run)
+        return None if says is None else _as_arrived(says, arrives if since else ())
     if _WEAK in arrives:
         return _as_arrived(arrives[_WEAK], arrives)
     confirmed = sum(
@@ -442,7 +454,32 @@ def _as_arrived(says: str, arrives: Collection[str]) -> LoraStanding:
 def _names_of_sides(change: Stage) -> tuple[tuple[str, str], ...]:
     """What the two sides of a change are called, and what its facts call them."""
     component = change.facts.get("component")
-    return (component if isinstance(component, str) else "denoiser", "unet"), ("text encoders", "clip")
+    return (component if isinstance(component, str) else "denoiser", "unet"), (_OF_ENCODERS, "clip")
+
+
+_OF_ENCODERS: Final = "text encoders"
+
+
+def _on_other_side(run: Run, change: Stage) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Of a change of one model: what acts on the other side of the pipeline, as the change before it left that."""
+    if change.facts.get(ONLY_ON) is None:
+        return []
+    stages = [*run.walk()]
+    other = "unet" if _is_of_encoder(change) else "clip"
+    for stage in reversed(stages[: stages.index(change)]):
+        if _FACT not in stage.facts:
+            continue
+        if stage.facts.get(ONLY_ON) is None or _is_of_encoder(stage) is (other == "clip"):
+            analysis = _mapping(stage.facts[_FACT])
+            patches = _mapping(analysis.get(f"{other}_lora_patches"))
+            name = next(name for name, side in _names_of_sides(stage) if side == other)
+            changes = _mapping(analysis.get(f"{other}_weight_changes"))
+            return [(name, changes, patches)] if _acting(patches) else []
+    return []
+
+
+def _is_of_encoder(change: Stage) -> bool:
+    return str(change.facts.get(ONLY_ON)).startswith("text_encoder")
 
 
 def _in_weights(names: Sequence[str]) -> str:
@@ -463,13 +500,48 @@ def _left_in_weights(run: Run) -> list[str]:
 
 
 def _on_before(run: Run) -> str | None:
-    """That LoRAs act in the last call which were on the models when the watch began, if they do; of several, that one does."""
+    """That LoRAs act in the last call which were on the models when the watch began, if they do."""
+    if idle_lora(run) is not None:
+        return None
+    changes = [stage for stage in run.walk() if _FACT in stage.facts]
+    if not any(_is_change(_mapping(stage.facts[_FACT])) for stage in changes):
+        acts = _in_last_call(run)
+        return acts and f"{acts} ‖ΔW‖ / ‖W‖ is told of what is loaded inside the watch."
+    is_open = _mapping(changes[-1].facts[_FACT]).get("effective") is None
+    return None if is_open else _in_last_call(run, changes[-1])
+
+
+def _active_beside(only_on: object, call: Stage) -> dict[str, Mapping[str, Any]]:
+    """The LoRAs of a call that are active, but for those on one component."""
+    loras = {name: lora for name, lora in _in_call(call).items() if lora.get("active")}
+    return {name: lora for name, lora in loras.items() if name.partition(".")[0] != only_on}
+
+
+def _is_off_since(run: Run, change: Stage) -> bool:
+    """Whether all on the one component of a change was off in the last call since, as PEFT unmerges what is disabled."""
+    stages = [*run.walk()]
+    calls = [stage for stage in stages[stages.index(change) + 1 :] if RECIPE in stage.facts]
+    loras = _in_call(calls[-1]) if calls else {}
+    own = [lora for name, lora in loras.items() if name.partition(".")[0] == change.facts.get(ONLY_ON)]
+    return bool(own) and not any(lora.get("active") for lora in own)
+
+
+def _in_last_call(run: Run, change: Stage | None = None) -> str | None:
+    """That LoRAs act in the last call, if they do; of several, that one does.
+
+    Args:
+        run: The record.
+        change: The last change, if it left none on what it changed: asked are other components, in a call since.
+    """
     stages = [*run.walk()]
     calls = [stage for stage in stages if RECIPE in stage.facts]
-    if not calls or any(_is_change(_mapping(stage.facts[_FACT])) for stage in stages if _FACT in stage.facts):
+    only_on = None if change is None else change.facts.get(ONLY_ON)
+    if not calls or (
+        change is not None and (only_on is None or stages.index(change) > stages.index(calls[-1]))
+    ):
         return None
     last = calls[-1]
-    loras = {name: lora for name, lora in _in_call(last).items() if lora.get("active")}
+    loras = _active_beside(only_on, last)
     # The look at them is there, and found none that does nothing; it may have failed, or not be over.
     if not loras or last.error is not None or IDLE_LORAS not in last.facts or idle_in_call(last):
         return None
@@ -484,7 +556,7 @@ def _on_before(run: Run) -> str | None:
     acts = "The LoRA acts" if len(names) == 1 else "At least one of the LoRAs acts"
     where = "in the call" if len(calls) == 1 else "in the last call"
     listed = units.first_few(names, between="; ")
-    return f"{acts} {where}: {listed}. ‖ΔW‖ / ‖W‖ is told of what is loaded inside the watch."
+    return f"{acts} {where}: {listed}."
 
 
 def _strength_in_call(lora: Mapping[str, Any]) -> str:
@@ -532,13 +604,16 @@ def _is_in_weights(run: Run, change: Stage) -> bool:
 def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
     """Whether a change that takes LoRAs off left one in the weights of a side: those that are merged stay there."""
     stages = [*run.walk()]
-    before = [
-        stage for stage in stages[: stages.index(change)] if isinstance(stage.facts.get(_FACT), Mapping)
-    ]
-    if change.facts.get("method") not in _TAKE_OFF or not before:
+    left = _mapping(_mapping(change.facts.get(_FACT)).get("left_in_weights")).get(side)
+    if change.facts.get("method") not in _TAKE_OFF or not left:
         return False
-    patches = _mapping(_mapping(before[-1].facts[_FACT]).get(f"{side}_lora_patches"))
-    return any("merged" in _mapping(lora.get("states")) for lora in _acting(patches).values())
+    merging = [
+        stage
+        for stage in stages[: stages.index(change)]
+        if str(stage.facts.get("method")).startswith(_MERGING)
+    ]
+    merged_at = _strengths_in_weights(_mapping(merging[-1].facts.get(_FACT))) if merging else []
+    return any(merged_at or left)  # where merging was seen, what was set since takes nothing out
 
 
 _TAKE_OFF: Final = frozenset(

@@ -301,7 +301,7 @@ def analyze_lora_application_results(
                 verdict.value,
                 on_model.value,
                 host_of(modified_unet, modified_clip),
-                by_pipeline=hasattr(type(lora_result), "load_lora_weights"),
+                by_pipeline=hasattr(type(lora_result), "load_lora_weights") or error is not None,
             )
         ],
         effective,
@@ -328,6 +328,7 @@ def analyze_lora_application_results(
         "unet_lora_patches": unet.patches,
         "clip_lora_patches": clip.patches,
         "placement_changes": {"unet": unet.placement, "clip": clip.placement},
+        "left_in_weights": {"unet": unet.left_in_weights, "clip": clip.left_in_weights},
         "memory_impact": {
             "unet_memory_change": unet.memory,
             "clip_memory_change": clip.memory,
@@ -362,6 +363,13 @@ class ModelAnalysis:
     def patches_before(self) -> tuple[AppliedPatch, ...]:
         """The changes that the baseline has."""
         return () if self.looks.kept.value is None else self.looks.kept.value.patches
+
+    @property
+    def left_in_weights(self) -> list[float]:
+        """The strengths of changes that were merged at the baseline and are no longer among those on the model."""
+        on = {(patch.key, patch.source) for patch in self.patches_on.patches}
+        gone = (patch for patch in self.patches_before if (patch.key, patch.source) not in on)
+        return sorted({patch.strength or 0.0 for patch in gone if patch.state == "merged"})
 
     @property
     def has_patches(self) -> bool:

@@ -323,15 +323,23 @@ def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> l
 
 
 def idle_findings(idle: Iterable[IdleChange]) -> list[Finding]:
-    """Why no change has an effect, the reason of most changes first; by its LoRA's name where others act as before."""
+    """Why no change has an effect, the reason of most changes first; by its LoRA's name where others act as before.
+
+    That one is not active comes last: others do nothing though they were chosen.
+    """
     by_cause: dict[str, list[IdleChange]] = {}
     for change in idle:
         by_cause.setdefault(change.cause, []).append(change)
     found = [
         _idle_finding(cause, changes)
-        for cause, changes in sorted(by_cause.items(), key=lambda item: -len(item[1]))
+        for cause, changes in sorted(
+            by_cause.items(), key=lambda item: (item[0] == _NOT_ACTIVE, -len(item[1]))
+        )
     ]
     return [_by_name(one, by_cause[one.id]) for one in found] if _AS_BEFORE in by_cause else found
+
+
+_NOT_ACTIVE: Final = "lora_not_active"
 
 
 def _by_name(finding: Finding, changes: Sequence[IdleChange]) -> Finding:
@@ -499,6 +507,14 @@ def _idle_changes(
             source=patch.source,
         )
         for patch in applied.patches
+    ]
+    were_merged = {(p.key, p.source) for p in (kept.patches if kept else ()) if p.state == "merged"}
+    found = [
+        change._replace(cause=MERGED_AT_ZERO)
+        if (change.cause, patch.state) == ("lora_strength_zero", "merged")
+        and (patch.key, patch.source) in were_merged
+        else change
+        for patch, change in zip(applied.patches, found, strict=True)
     ]
     if not any(change.cause == _AS_BEFORE for change in found):
         return found

@@ -441,7 +441,10 @@ class PatchAnalysis(TypedDict):
 
 
 class LoraAnalysis(StageAnalysis):
-    """What `analyze_lora_application_results` gives; plain JSON. `placement_changes` has `unet` and `clip`."""
+    """What `analyze_lora_application_results` gives; plain JSON. `placement_changes` has `unet` and `clip`.
+
+    So has `left_in_weights`: the strengths, as set last, of what was merged and is no longer among the changes on the model.
+    """
 
     lora_application_success: bool
     models_returned: int
@@ -452,6 +455,7 @@ class LoraAnalysis(StageAnalysis):
     unet_lora_patches: PatchAnalysis
     clip_lora_patches: PatchAnalysis
     placement_changes: dict[str, PlacementChanges]
+    left_in_weights: dict[str, list[float]]
     memory_impact: LoraMemoryImpact
     effective: bool | None
     analysis_seconds: float

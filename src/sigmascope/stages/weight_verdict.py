@@ -237,6 +237,14 @@ def _is_rounding(relative: float | None, dtype: torch.dtype) -> bool:
     return relative is not None and relative <= rounding(dtype)
 
 
+def _share_of_weight(effect: Effect, now: Tensor) -> float | None:
+    """‖ΔW‖/‖W‖; where ‖W‖ without the changes is unknown, of the weight as it is now."""
+    if effect.relative_change is not None or effect.delta_norm is None:
+        return effect.relative_change
+    whole = attempt(lambda: weight_norm(now)).value
+    return effect.delta_norm / whole if whole else None
+
+
 def _is_effective(weight: WeightEvidence, found: _Found, content_is_rounding: bool) -> bool | None:
     is_measured = weight.content_changed is True and found.source in ("contents", "sample")
     if weight.beside.unread or (weight.inside.unread and not is_measured):
@@ -324,7 +332,7 @@ def _with_content(
             effect = _with_weight_norm(weight, both, net_effect(inner, None), inner)
         else:  # the same, calculated already
             effect = by_books
-        is_small = is_guess and _is_rounding(effect.relative_change, weight.now.dtype)
+        is_small = is_guess and _is_rounding(_share_of_weight(effect, weight.now), weight.now.dtype)
         return replace(_found(effect, "patches"), within_rounding=is_small, inside=inner)
     together = _sampled_together(weight) if beside.net is not None else None
     if together is not None and together.delta_norm is not None:

@@ -64,7 +64,7 @@ from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import attempt, keeping_words
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import Role
+from sigmascope.records.run import ONLY_ON, Role
 from sigmascope.stages.baseline import beside_the_stage
 from sigmascope.stages.latent_encoding import (
     analyze_latent_decoding_results,
@@ -345,7 +345,8 @@ class LoraObserver(Observer):
         known = ((name, part) for name, part in parts.components.items() if name in roles)
         models = [(model, name) for name, part in known for model in _taking_adapters(part)]
         for model, name in models:
-            self._models.put(unwrap(model) or model, (name, roles[name]))
+            for itself in (unwrap(model) or model, _inside_peft(model)):
+                self._models.put(itself, (name, roles[name]))
             for method in (*_MODEL_METHODS, *LORA_METHODS, *_JOINS):
                 self.hook_method(model, method, functools.partial(self._before, method))
 
@@ -360,7 +361,7 @@ class LoraObserver(Observer):
     def _before_loading(self, method: str, target: object, args: Arguments, kwargs: Keywords) -> After | None:
         """Of the model inside a `PeftModel`, or of that which one is made around."""
         if method == _LOADS:
-            model = getattr(getattr(target, "base_model", None), "model", None)
+            model = _inside_peft(target)
         else:
             model, args = (args[0], args[1:]) if args else (kwargs.get("model"), args)
         return None if self._models.get(model) is None else self._before(_LOADS, model, args, kwargs)
@@ -382,7 +383,7 @@ class LoraObserver(Observer):
         guard = self.guard
         source = lora_source(args, kwargs) if method.startswith("load_") else None
         with self.session.own_work():
-            seen = guard.read("watch.lora", lambda: self._seen_before(target, source))
+            seen = guard.read("watch.lora", lambda: self._seen_before(target, source, kwargs))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
         after_step = None if stack.denoising is None else stack.denoising.steps_over
@@ -402,13 +403,16 @@ class LoraObserver(Observer):
                 stage.fact("file", short_path(path))
             if (component := self._component(target)) is not None:
                 stage.fact("component", component)
+            only_on = self._models.get(target) if is_model else self._models.get(_second(target, kwargs))
+            if only_on is not None:
+                stage.fact(ONLY_ON, only_on[0])
             with self.session.own_work(), keeping_words(guard.keeps_words):
                 if method.startswith("load_") and error is None:
                     asked = kwargs.get("adapter_name")
                     guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
                 if method in _WRITES or _swaps(args, kwargs):
                     guard.read("watch.lora", lambda: [*map(forget_fingerprints, models_in(target).values())])
-                models, baseline = seen or (self._models_of(target), None)
+                models, baseline = seen or (self._models_of(target, kwargs), None)
                 self._analyse(stage, method, target, models, baseline, error, path)
 
         return after
@@ -418,16 +422,18 @@ class LoraObserver(Observer):
         name, role = self._models.get(target) or (None, "denoiser")
         return None if role in ("denoiser", "text_encoder") else name
 
-    def _models_of(self, target: object) -> "LoraModels":
+    def _models_of(self, target: object, kwargs: Keywords) -> "LoraModels":
         _, role = self._models.get(target) or (None, None)
         if role == "text_encoder":
             return LoraModels(None, {"text_encoder": target})
+        if (second := _second(target, kwargs)) is not None:
+            return LoraModels(second, None)
         return LoraModels.of(target, self.session)
 
     def _seen_before(
-        self, target: object, source: str | dict[str, Tensor] | None
+        self, target: object, source: str | dict[str, Tensor] | None, kwargs: Keywords
     ) -> tuple["LoraModels", Any]:
-        models = self._models_of(target)
+        models = self._models_of(target, kwargs)
         return models, models.baseline(source)
 
     def _analyse(
@@ -461,9 +467,23 @@ class LoraObserver(Observer):
         publication(self.session.recorder, stage)()
 
 
+def _second(pipeline: object, kwargs: Keywords) -> object:
+    """The one of WAN's two denoisers that a loader is told to load into in place of the first."""
+    return components_of(pipeline).get(_SECOND) if kwargs.get(f"load_into_{_SECOND}") else None
+
+
+_SECOND: Final = "transformer_2"
+
+
 def _swaps(args: Arguments, kwargs: Keywords) -> bool:
     """Whether a LoRA is loaded into the factors of another one: `hotswap` is the one flag that may follow the file."""
     return any(flag is True for flag in (kwargs.get("hotswap"), *args[1:]))
+
+
+def _inside_peft(model: object) -> object:
+    """The model inside a `PeftModel`, whose tuner puts adapters on it; any other itself."""
+    peft: Any = sys.modules.get("peft")
+    return model.base_model.model if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
 def _taking_adapters(part: object) -> Iterator[object]:

@@ -206,6 +206,7 @@ def _add_lora_layer(adapters: dict[str, dict[str, Any]], layer: nn.Module, *, is
     standing = adapter_states(layer)
     for adapter in adapters_of(layer):
         scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
+        alpha = number_for(layer, "alpha", adapter) if alpha is None else alpha  # of LoHa and LoKr
         divisor = sqrt(rank) if rank and held_by(layer, "use_rslora", adapter) is True else rank
         strength = scale if scale is None or not divisor or not alpha else round(scale * divisor / alpha, 6)
         lora = adapters.setdefault(adapter, {"strength": None, "layers": 0, "active": 0})

@@ -90,13 +90,21 @@ def test_an_adapter_that_peft_loads_is_judged_by_the_values_of_its_file(way: str
     assert left_behind() == []
 
 
+TRAINED = {
+    "lora": LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"]),
+    "loha": LoHaConfig(r=2, init_weights=False, target_modules=["to_q"]),
+    "lokr": LoKrConfig(r=2, init_weights=False, target_modules=["to_q"]),
+}
+"""LoHa and LoKr have alpha 8 where nothing is said: a scale of 4."""
+
+
+@pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.parametrize("way", ["merge_and_unload", "merge_adapter", "unload"])
-def test_what_peft_merges_or_takes_off_is_a_stage(way: str) -> None:
+def test_what_peft_merges_or_takes_off_is_a_stage(way: str, kind: str) -> None:
     pipeline = make_pipeline("sd15")
     before = generate(pipeline, "sd15", num_inference_steps=1)
     with sigmascope.watch(pipeline) as run:
-        config = LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"])
-        pipeline.unet = get_peft_model(pipeline.unet, config)
+        pipeline.unet = get_peft_model(pipeline.unet, deepcopy(TRAINED[kind]))
         made = getattr(pipeline.unet, way)()
         pipeline.unet = made or pipeline.unet
         picture = generate(pipeline, "sd15", num_inference_steps=1)
@@ -112,6 +120,25 @@ def test_what_peft_merges_or_takes_off_is_a_stage(way: str) -> None:
     assert acts.startswith("The LoRA acts: " if moved else f"No LoRA acts: {way} took off what was on")
     assert ("It is in the weights." in str(acts)) is (way == "merge_and_unload")
     assert left_behind() == []
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_an_adapter_of_another_kind_acts_at_the_strength_that_was_set(kind: str) -> None:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as run:
+        get_peft_model(pipeline.unet, deepcopy(TRAINED[kind]))
+        generate(pipeline, "sd15", num_inference_steps=1)
+    assert (acting_lora(run.record()) or "").startswith("The LoRA acts: ")
+
+
+def test_merging_in_a_peft_model_that_was_there_before_the_watch_is_a_stage() -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.unet = get_peft_model(pipeline.unet, deepcopy(TRAINED["lora"]))
+    with sigmascope.watch(pipeline) as run:
+        pipeline.unet.merge_adapter()
+        pipeline.unet.unload()
+        generate(pipeline, "sd15", num_inference_steps=1)
+    assert acting_lora(run.record()) == "The LoRA acts in the denoiser: it is in the weights."
 
 
 ZEROS = {

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.families.loras import lora_state
 from torch import nn
 
 import sigmascope
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_state import acting_lora, standing
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,15 +79,81 @@ def test_the_strength_of_a_lora_that_was_loaded_over_a_fused_one_is_that_beside_
     assert float(says[1]) == pytest.approx(share(pipeline.transformer), abs=0.5)
 
 
+@pytest.mark.parametrize("off", [False, True])
 @pytest.mark.parametrize("part", ["unet", "text_encoder"])
-def test_what_was_fused_in_one_part_acts_there_once_the_adapters_are_unloaded(part: str) -> None:
+def test_what_was_fused_in_one_part_acts_there_once_the_adapters_are_unloaded(part: str, off: bool) -> None:
     pipeline = make_pipeline("sd15")
     bare = generate(pipeline, "sd15", num_inference_steps=1)
     with sigmascope.watch(pipeline) as watching:
         pipeline.load_lora_weights(lora_state(pipeline, ["unet", "text_encoder"], size=0.2))
         pipeline.fuse_lora(components=[part])
+        if off:
+            pipeline.set_adapters("default_0", 0.0)
         pipeline.unload_lora_weights()
         picture = generate(pipeline, "sd15", num_inference_steps=1)
     assert not torch.equal(picture, bare)
     side = "denoiser" if part == "unet" else "text encoders"
     assert acting_lora(watching.record()) == f"The LoRA acts in the {side}: it is in the weights."
+
+
+OFF_IN_UNET: dict[str, Callable[[Any, dict[str, Any]], object]] = {
+    "deleted": lambda unet, _: unet.delete_adapters("a"),
+    "unloaded": lambda unet, _: unet.unload_lora(),
+    "switched off": lambda unet, _: unet.disable_lora(),
+    "strength 0": lambda unet, _: unet.set_adapters(["a"], [0.0]),
+    "fused and switched off": lambda unet, _: (unet.fuse_lora(), unet.disable_lora()),
+    "zeros": lambda unet, zeros: unet.load_lora_adapter(zeros, prefix="unet", adapter_name="a"),
+}
+
+
+@pytest.mark.parametrize("way", OFF_IN_UNET)
+def test_what_a_method_of_the_denoiser_takes_off_still_acts_in_the_text_encoder(way: str) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    words = lora_state(pipeline, ["text_encoder"], size=0.3)
+    of_unet = lora_state(pipeline, ["unet"], size=0.3, only="attentions")
+    zeros = {name: factor * ("lora_A" in name) for name, factor in of_unet.items()}
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(words if way == "zeros" else words | of_unet, adapter_name="a")
+        OFF_IN_UNET[way](pipeline.unet, zeros)
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.equal(picture, bare)
+    told = standing(watching.record())
+    assert told is not None
+    assert (told.words, told.is_well) == ("acts", True)
+    assert not {"unet", "denoiser"} & {*re.findall(r"\w+", told.says)}
+    strength = re.search(r"([\d.]+) % in the text encoders", told.says)
+    assert strength is not None or way in ("fused and switched off", "zeros")
+    assert strength is None or float(strength[1]) == pytest.approx(share(pipeline.text_encoder), abs=0.5)
+
+
+def test_of_a_lora_that_was_loaded_into_one_model_after_the_other_both_strengths_are_told() -> None:
+    pipeline = make_pipeline("sd15")
+    state, alphas = pipeline.lora_state_dict(lora_state(pipeline, ["unet", "text_encoder"], size=0.2))
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_into_unet(state, alphas, pipeline.unet)
+        pipeline.load_lora_into_text_encoder(state, alphas, pipeline.text_encoder)
+    found = re.findall(r"([\d.]+) % in the (denoiser|text encoders)", acting_lora(watching.record()) or "")
+    assert {side: float(figure) for figure, side in found} == {
+        "denoiser": pytest.approx(share(pipeline.unet), abs=0.5),
+        "text encoders": pytest.approx(share(pipeline.text_encoder), abs=0.5),
+    }
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_what_was_fused_and_switched_off_stays_in_the_weights_until_a_call_takes_it_out(called: bool) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.2))
+    pipeline.fuse_lora(components=["unet"])
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.disable_lora()
+        if called:
+            generate(pipeline, "sd15", num_inference_steps=1)
+        pipeline.unload_lora_weights()
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    acts = not torch.allclose(picture, bare, atol=1e-5)
+    assert acts is not called
+    told = standing(watching.record())
+    assert told is not None
+    assert told.words == ("acts" if acts else "does nothing")

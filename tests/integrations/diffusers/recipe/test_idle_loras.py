@@ -402,6 +402,23 @@ def test_a_lora_on_the_one_of_two_denoisers_that_does_not_run_changes_nothing(bo
     assert told(run) == (set() if moved else {"lora_not_run"})
 
 
+@pytest.mark.parametrize("has_first", [False, True])
+def test_a_file_that_is_loaded_into_the_second_denoiser_is_looked_for_there(has_first: bool) -> None:
+    pipeline = make_pipeline("wan")
+    second = type(pipeline.transformer).from_config(pipeline.transformer.config).eval()
+    pipeline.register_modules(transformer_2=second)
+    first, file = (lora_state(pipeline, ["transformer"], size=0.3, only="attn", seed=seed) for seed in (1, 2))
+    with sigmascope.watch(pipeline) as watching:
+        if has_first:
+            pipeline.load_lora_weights(first, adapter_name="first")
+        pipeline.load_lora_weights(file, adapter_name="second", load_into_transformer_2=True)
+    run = watching.record()
+    stage = [stage for stage in run.walk() if stage.name == "lora_application"][-1]
+    assert stage.facts["only_on"] == "transformer_2"
+    assert stage.facts["lora_application"]["findings"] == []
+    assert (acting_lora(run) or "").startswith("The LoRA acts: ")
+
+
 Act = Callable[[Any], object]
 
 
@@ -624,9 +641,12 @@ def test_a_strength_of_0_that_was_set_after_merging_takes_nothing_out_of_the_wei
         if is_merging_watched:
             merge()
         picture = generate(pipeline, "sd15", num_inference_steps=1)
+        pipeline.set_adapters("default_0", 0.0)  # once more, which changes nothing
+        again = generate(pipeline, "sd15", num_inference_steps=1)
     run = watching.record()
-    assert torch.equal(picture, bare) is not acts
+    assert torch.equal(picture, bare) is torch.equal(again, bare) is not acts
     assert told(run) == {"lora_merged_at_zero"}
+    assert "lora_strength_zero" not in {finding.id for finding in run.findings} or not acts
     idle = idle_lora(run)
     if not is_merging_watched:
         assert idle is not None
