@@ -478,6 +478,34 @@ def _on_other_side(run: Run, change: Stage) -> list[tuple[str, Mapping[str, Any]
     return []
 
 
+def _partly_taken_out(run: Run) -> Iterator[str]:
+    """The sides of which a LoRA was taken out of the weights with another strength than it was put in: a part stays there."""
+    merged: dict[tuple[str, str], tuple[tuple[float, float], tuple[float, float]]] = {}  # put in, and set now
+    for stage in run.walk():
+        if _FACT in stage.facts:
+            analysis = _mapping(stage.facts[_FACT])
+            for name, side in _names_of_sides(stage):
+                loras = _mapping(_mapping(analysis.get(f"{side}_lora_patches")).get("loras"))
+                for lora, held in loras.items():
+                    strength = _range(_mapping(held).get("strengths"))
+                    if "merged" in _mapping(_mapping(held).get("states")) and strength is not None:
+                        merged[name, lora] = merged.get((name, lora), (strength, strength))[0], strength
+                    elif _is_part(merged.pop((name, lora), None)):
+                        yield name
+                if stage.facts.get("method") in _TAKE_OFF:
+                    merged = {key: held for key, held in merged.items() if key[0] != name or key[1] in loras}
+        for component_and_lora, held in _in_call(stage).items():
+            component, _, lora = component_and_lora.partition(".")
+            name = _OF_ENCODERS if component.startswith("text_encoder") else "denoiser"
+            if not held.get("merged") and _is_part(merged.pop((name, lora), None)):
+                yield name
+
+
+def _is_part(put_in_and_set: tuple[tuple[float, float], tuple[float, float]] | None) -> bool:
+    """Whether what is taken out, with the strength that is set, is not what was put in."""
+    return put_in_and_set is not None and not all(map(_is_same, *put_in_and_set))
+
+
 def _is_of_encoder(change: Stage) -> bool:
     return str(change.facts.get(ONLY_ON)).startswith("text_encoder")
 
@@ -487,16 +515,15 @@ def _in_weights(names: Sequence[str]) -> str:
 
 
 def _left_in_weights(run: Run) -> list[str]:
-    """The sides in whose weights a LoRA stays that was taken off while it was merged, whatever was loaded since."""
-    return [
-        *dict.fromkeys(
-            name
-            for stage in run.walk()
-            if stage.facts.get("method") in _TAKE_OFF
-            for name, side in _names_of_sides(stage)
-            if _stays_in_weights(run, stage, side)
-        )
+    """The sides in whose weights a LoRA, or a part of one, stays that is off or gone, whatever was loaded since."""
+    left = [
+        name
+        for stage in run.walk()
+        if stage.facts.get("method") in _TAKE_OFF
+        for name, side in _names_of_sides(stage)
+        if _stays_in_weights(run, stage, side)
     ]
+    return [*dict.fromkeys([*left, *_partly_taken_out(run)])]
 
 
 def _on_before(run: Run) -> str | None:
@@ -518,11 +545,12 @@ def _active_beside(only_on: object, call: Stage) -> dict[str, Mapping[str, Any]]
 
 
 def _is_off_since(run: Run, change: Stage) -> bool:
-    """Whether all on the one component of a change was off in the last call since, as PEFT unmerges what is disabled."""
+    """Whether all that a change left was off in the last call since, as PEFT unmerges what is disabled."""
     stages = [*run.walk()]
     calls = [stage for stage in stages[stages.index(change) + 1 :] if RECIPE in stage.facts]
     loras = _in_call(calls[-1]) if calls else {}
-    own = [lora for name, lora in loras.items() if name.partition(".")[0] == change.facts.get(ONLY_ON)]
+    only_on = change.facts.get(ONLY_ON)
+    own = [lora for name, lora in loras.items() if only_on in (None, name.partition(".")[0])]
     return bool(own) and not any(lora.get("active") for lora in own)
 
 

@@ -157,3 +157,26 @@ def test_what_was_fused_and_switched_off_stays_in_the_weights_until_a_call_takes
     told = standing(watching.record())
     assert told is not None
     assert told.words == ("acts" if acts else "does nothing")
+
+
+@pytest.mark.parametrize("off", ["unfuse_lora", "disable_lora"])
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_what_is_taken_out_of_the_weights_with_another_strength_than_it_was_put_in_leaves_a_part(
+    strength: float, off: str
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.2))
+        pipeline.fuse_lora(components=["unet"])
+        pipeline.set_adapters("default_0", strength)
+        getattr(pipeline, off)()
+        if off == "unfuse_lora":
+            pipeline.unload_lora_weights()
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    acts = not torch.allclose(picture, bare, atol=1e-5)
+    assert acts is (strength != 1.0)
+    told = standing(watching.record())
+    assert told is not None
+    assert told.words == ("acts" if acts else "taken off" if off == "unfuse_lora" else "does nothing")
+    assert not acts or told.says == "The LoRA acts in the denoiser: it is in the weights."
