@@ -163,7 +163,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
     is_over = False  # once a call's LoRAs act
     only_on: object = None  # once those on other components do
     merged_at: list[float] = []
-    if _left_in_weights(run):
+    if _left_in_weights(run) or _spoilt_for_good(run):
         return idle  # whatever the others do
     for stage in run.walk():
         analysis = stage.facts.get(_FACT)
@@ -369,7 +369,14 @@ def _spoiling(run: Run) -> Mapping[str, Any]:
     last = _last_change(run)
     told = {} if last is None else _spoilt(_mapping(last.facts.get(_FACT)).get("findings"))
     calls = [stage.facts.get(IDLE_LORAS) for stage in run.walk() if RECIPE in stage.facts]
-    return told or (_spoilt(calls[-1]) if calls else {})
+    return told or (_spoilt(calls[-1]) if calls else {}) or _spoilt_for_good(run)
+
+
+def _spoilt_for_good(run: Run) -> Mapping[str, Any]:
+    """The finding that NaN or Inf was merged into weights: taking it out again leaves NaN."""
+    merging = (stage for stage in run.walk() if str(stage.facts.get("method")).startswith(_MERGING))
+    told = (_spoilt(_mapping(stage.facts.get(_FACT)).get("findings")) for stage in merging)
+    return next((one for one in told if one.get("id") == "lora_not_finite"), {})
 
 
 def _spoilt(findings: object) -> Mapping[str, Any]:

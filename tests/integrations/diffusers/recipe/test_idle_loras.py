@@ -742,6 +742,23 @@ def test_a_fused_lora_may_act_beside_one_that_was_loaded_later_and_is_off(name: 
     assert found.words in ("unknown", "acts")
 
 
+@pytest.mark.parametrize("then", ["disable_lora", "unfuse_lora", "unload_lora_weights"])
+def test_nan_that_was_fused_stays_in_the_weights(then: str) -> None:
+    pipeline = make_pipeline("sd15")
+    state = lora_state(pipeline, ["unet"], size=0.3)
+    next(tensor for name, tensor in state.items() if "lora_B" in name).view(-1)[0] = torch.nan
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(state, adapter_name="style")
+        pipeline.fuse_lora()
+        getattr(pipeline, then)()
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert picture.isnan().all()
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "NaN or Inf"
+    assert idle_lora(watching.record()) is None
+
+
 def test_a_lora_that_was_fused_and_switched_off_in_the_watch_does_nothing() -> None:
     """PEFT takes it out of the weights again in the call."""
     pipeline = make_pipeline("sd15")
