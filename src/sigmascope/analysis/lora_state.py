@@ -1,22 +1,33 @@
 """Whether the LoRAs of a run acted at its end, in a sentence."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import isclose
 from typing import Any, Final, NamedTuple
 
 from sigmascope import units
+from sigmascope.analysis.lora_facts import (
+    FACT,
+    IDLE,
+    LAZY,
+    MERGING,
+    OF_ENCODERS,
+    TAKE_OFF,
+    acting_in,
+    is_same,
+    loras_in_call,
+    mapping,
+    names_of_sides,
+    patches_in,
+    range_of,
+)
+from sigmascope.analysis.lora_in_weights import is_in_weights, left_in_weights, strengths_in_weights
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.records.run import IDLE_LORAS, ONLY_ON, RECIPE, Run, Stage
 
-_FACT = "lora_application"
 _VERDICTS: Final = "lora_verdicts"
 """The fact of a node of ComfyUI that has a verdict for each of its LoRAs."""
-_LAZY: Final = "lazy"
 _AFTER_STEP: Final = "after_step"
 """The fact of a change between the steps of a call: how many were over."""
-_IDLE = frozenset({"inactive", "failed"})
-"""States of changes that do nothing."""
 _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
 """Findings on a file that say why a loader refuses it; so does one with a `cause` in its evidence."""
 _SPOILS: Final = frozenset({"lora_not_finite", "lora_without_values", "weights_not_finite"})
@@ -88,11 +99,11 @@ def standing(run: Run) -> LoraStanding | None:
 
 def _open_change(run: Run) -> str | None:
     """That nobody knows whether LoRAs act as the last change left them."""
-    found = [_mapping(stage.facts[_FACT]) for stage in run.walk() if _FACT in stage.facts]
+    found = [mapping(stage.facts[FACT]) for stage in run.walk() if FACT in stage.facts]
     changes = [analysis for analysis in found if _is_change(analysis)]
     if not changes or changes[-1].get("effective") is not None:
         return None
-    told = map(_mapping, changes[-1].get("findings") or ())
+    told = map(mapping, changes[-1].get("findings") or ())
     return next((str(one["message"]) for one in told if one.get("id") in OPEN_VERDICTS), None)
 
 
@@ -126,7 +137,7 @@ def acted_before(run: Run) -> str:
     acted = sum(
         IDLE_LORAS in call.facts
         and not idle_in_call(call)
-        and any(lora.get("active") for lora in _in_call(call).values())
+        and any(lora.get("active") for lora in loras_in_call(call).values())
         for call in calls
     )
     every = "the call" if len(calls) == 1 else f"all {len(calls)} calls"
@@ -140,17 +151,20 @@ _NEXT_TO_NOTHING: Final = 0.01
 def _lost_in_merging(run: Run) -> str | None:
     """That next to nothing arrived of LoRAs that are in the weights alone, if that is so."""
     for stage in reversed([*run.walk()]):
-        analysis = _mapping(stage.facts.get(_FACT))
-        sides = [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+        analysis = mapping(stage.facts.get(FACT))
+        sides = [mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
         if not any(side.get("total_patched_keys") for side in sides):
             continue
         states = {
-            state for side in sides for one in _acting(side).values() for state in _mapping(one.get("states"))
+            state
+            for side in sides
+            for one in acting_in(side).values()
+            for state in mapping(one.get("states"))
         }
-        for told in map(_mapping, analysis.get("findings") or ()):
-            share = _mapping(told.get("evidence")).get("share")
+        for told in map(mapping, analysis.get("findings") or ()):
+            share = mapping(told.get("evidence")).get("share")
             is_lost = told.get("id") == _WEAK and isinstance(share, float) and abs(share) < _NEXT_TO_NOTHING
-            if is_lost and states <= {"merged", *_IDLE}:
+            if is_lost and states <= {"merged", *IDLE}:
                 return str(told["message"])
         return None
     return None
@@ -163,14 +177,14 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
     is_over = False  # once a call's LoRAs act
     only_on: object = None  # once those on other components do
     merged_at: list[float] = []
-    if _left_in_weights(run) or _spoilt_for_good(run):
+    if left_in_weights(run) or _spoilt_for_good(run):
         return idle  # whatever the others do
     for stage in run.walk():
-        analysis = stage.facts.get(_FACT)
+        analysis = stage.facts.get(FACT)
         if stage.facts.get(_AFTER_STEP):
             continue  # of the steps before it says nothing
         if isinstance(analysis, Mapping):
-            told = map(_mapping, analysis.get("findings") or ())
+            told = map(mapping, analysis.get("findings") or ())
             new = next((finding for finding in told if finding.get("id") == UNTRAINED), {})
             if _is_idle(analysis) and _on_other_side(run, stage):
                 idle = {}
@@ -179,8 +193,8 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
                 is_over, only_on = idle.get("id") in _STATES_OF_CALLS, stage.facts.get(ONLY_ON)
             elif _is_change(analysis):
                 idle = {}
-            if str(stage.facts.get("method")).startswith(_MERGING):
-                merged_at = _strengths_in_weights(analysis)
+            if str(stage.facts.get("method")).startswith(MERGING):
+                merged_at = strengths_in_weights(analysis)
         elif merged_at and _cause(idle_in_call(stage)).get("id") == MERGED_AT_ZERO:
             if not any(merged_at):
                 idle, is_over = _at_zero(_cause(idle_in_call(stage))), True
@@ -194,33 +208,9 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
     return idle
 
 
-_MERGING: Final = ("fuse", "merge")
-"""How the names of methods begin that put LoRAs into the weights."""
-
-
-def _strengths_in_weights(analysis: Mapping[str, Any]) -> list[float]:
-    """The least and the greatest strength of each LoRA that a change put into the weights."""
-    loras = (_mapping(lora) for side in _sides(analysis) for lora in _mapping(side.get("loras")).values())
-    merged = (lora for lora in loras if "merged" in _mapping(lora.get("states")))
-    return [end for lora in merged for end in _range(lora.get("strengths")) or ()]
-
-
-def saw_merging(run: Run) -> bool:
-    """Whether a change in the record tells with which strengths LoRAs were put into the weights."""
-    changes = ((stage.facts.get(_FACT), str(stage.facts.get("method"))) for stage in run.walk())
-    return any(
-        method.startswith(_MERGING) and _strengths_in_weights(_mapping(analysis))
-        for analysis, method in changes
-    )
-
-
-def _sides(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
-
-
 def _at_zero(finding: Mapping[str, Any]) -> Mapping[str, Any]:
     """What is left of the open question once it was seen that the LoRA was merged with strength 0: the watch wrote it down."""
-    says = _mapping(finding.get("evidence")).get(_IF_MERGED_AT_ZERO)
+    says = mapping(finding.get("evidence")).get(_IF_MERGED_AT_ZERO)
     return {**finding, "id": "lora_strength_zero", "message": says} if says else finding
 
 
@@ -247,11 +237,11 @@ def lora_replaced(run: Run) -> Iterator[Seen]:
     off: list[str] = []
     by: list[str] = []
     for stage in run.walk() if run.folded is None else ():
-        analysis = stage.facts.get(_FACT)
+        analysis = stage.facts.get(FACT)
         if isinstance(analysis, Mapping):
-            sides = _patches_in(stage)
-            now = {name for side in sides for name in _acting(side)}
-            there = {name for side in sides for name in _mapping(side.get("loras"))}
+            sides = patches_in(stage)
+            now = {name for side in sides for name in acting_in(side)}
+            there = {name for side in sides for name in mapping(side.get("loras"))}
             loads = str(stage.facts.get("method")).startswith("load_")
             gone = sorted((acting & there) - now) if loads else []
             off, by = (gone, sorted(now - acting)) if loads and gone and now else ([], [])
@@ -268,7 +258,7 @@ def lora_replaced(run: Run) -> Iterator[Seen]:
 
 def _is_off(call: Stage, names: Collection[str]) -> bool:
     """Whether none of these LoRAs acts in a call that has one of them."""
-    own = [lora for name, lora in _in_call(call).items() if name.partition(".")[2] in names]
+    own = [lora for name, lora in loras_in_call(call).items() if name.partition(".")[2] in names]
     return bool(own) and not any(lora.get("active") for lora in own)
 
 
@@ -276,33 +266,33 @@ def _calls_beside_it(run: Run) -> int:
     """How many calls ran since a LoRA was put on beside the weights, if none of them had any LoRA on its models."""
     calls, is_on = 0, False
     for stage in run.walk() if run.folded is None else ():
-        analysis = stage.facts.get(_FACT)
+        analysis = stage.facts.get(FACT)
         if isinstance(analysis, Mapping):
             if _is_change(analysis):
                 calls, is_on = 0, analysis.get("effective") is True
             is_on = is_on and _is_beside_weights(analysis)  # fusing changes nothing, and takes it there
         elif stage.name == GENERATION:
-            is_without = _mapping(stage.facts.get(RECIPE)).get("loras") == {}
+            is_without = mapping(stage.facts.get(RECIPE)).get("loras") == {}
             calls, is_on = (calls + is_on, is_on) if is_without else (0, False)
     return calls
 
 
 def _is_beside_weights(analysis: Mapping[str, Any]) -> bool:
     """Whether LoRAs act that are layers of their own, and none that is in the weights."""
-    sides = (_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip"))
+    sides = (mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip"))
     states = {
-        state for side in sides for lora in _acting(side).values() for state in _mapping(lora.get("states"))
+        state for side in sides for lora in acting_in(side).values() for state in mapping(lora.get("states"))
     }
-    return _LAZY in states and states <= {_LAZY, *_IDLE}
+    return LAZY in states and states <= {LAZY, *IDLE}
 
 
 def _of_prompt(run: Run) -> list[Mapping[str, Any]]:
     """What is said of each LoRA that a node of ComfyUI put on, now or where its output was kept."""
     told = [
         *(stage.facts.get(_VERDICTS) for stage in run.walk()),
-        _mapping(run.facts.get("comfyui")).get("loras_kept"),
+        mapping(run.facts.get("comfyui")).get("loras_kept"),
     ]
-    return [_mapping(one) for each in told if isinstance(each, list | tuple) for one in each]
+    return [mapping(one) for each in told if isinstance(each, list | tuple) for one in each]
 
 
 def _said(verdicts: list[Mapping[str, Any]]) -> str:
@@ -314,7 +304,7 @@ def _is_idle(analysis: Mapping[str, Any]) -> bool:
     findings = analysis.get("findings")
     if analysis.get("effective") is not False or _spoilt(findings):
         return False
-    is_as_before = any(_mapping(finding).get("id") == AS_BEFORE for finding in findings or ())
+    is_as_before = any(mapping(finding).get("id") == AS_BEFORE for finding in findings or ())
     return not is_as_before and _cause(findings).get("id") not in (None, MERGED_AT_ZERO)
 
 
@@ -325,7 +315,7 @@ def _is_change(analysis: Mapping[str, Any]) -> bool:
 
 def _cause(findings: object) -> Mapping[str, Any]:
     """The first finding that is more than a remark; empty if there is none."""
-    told = map(_mapping, findings if isinstance(findings, list) else ())
+    told = map(mapping, findings if isinstance(findings, list) else ())
     why = (finding for finding in told if finding.get("id") not in _BESIDE)
     return next((finding for finding in why if finding and finding.get("severity") != "info"), {})
 
@@ -333,7 +323,7 @@ def _cause(findings: object) -> Mapping[str, Any]:
 def idle_in_call(stage: Stage) -> list[Mapping[str, Any]]:
     """Why the LoRAs of a call do nothing in it, or why that is not known."""
     told = stage.facts.get(IDLE_LORAS)
-    findings = [_mapping(finding) for finding in told] if isinstance(told, list | tuple) else []
+    findings = [mapping(finding) for finding in told] if isinstance(told, list | tuple) else []
     return [finding for finding in findings if finding.get("id") not in _BESIDE | _SPOILS]
 
 
@@ -342,18 +332,12 @@ def lacks_values(stage: Stage) -> bool:
     return bool(_spoilt(stage.facts.get(IDLE_LORAS)))
 
 
-def _in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:
-    """The LoRAs that were on the components of a call, by component and adapter, as they stood when it was over."""
-    loras = _mapping(_mapping(stage.facts.get(RECIPE)).get("loras"))
-    return {name: _mapping(lora) for name, lora in loras.items()}
-
-
 def refused_lora(failed: Stage) -> str | None:
     """What the file of a LoRA whose loading failed shows of the reason: the error that was raised is about the host's tensors."""
-    analysis = _mapping(failed.facts.get(_FACT)) if failed.name == _FACT else {}
+    analysis = mapping(failed.facts.get(FACT)) if failed.name == FACT else {}
     for finding in analysis.get("findings") or ():
-        told = _mapping(finding)
-        is_reason = told.get("id") in _REASONS or "cause" in _mapping(told.get("evidence"))
+        told = mapping(finding)
+        is_reason = told.get("id") in _REASONS or "cause" in mapping(told.get("evidence"))
         if is_reason and told.get("severity") in ("critical", "error"):
             return str(told["message"])
     return None
@@ -367,23 +351,23 @@ def spoiling_lora(run: Run) -> str | None:
 
 def _spoiling(run: Run) -> Mapping[str, Any]:
     last = _last_change(run)
-    told = {} if last is None else _spoilt(_mapping(last.facts.get(_FACT)).get("findings"))
+    told = {} if last is None else _spoilt(mapping(last.facts.get(FACT)).get("findings"))
     calls = [stage.facts.get(IDLE_LORAS) for stage in run.walk() if RECIPE in stage.facts]
     return told or (_spoilt(calls[-1]) if calls else {}) or _spoilt_for_good(run)
 
 
 def _spoilt_for_good(run: Run) -> Mapping[str, Any]:
     """The finding that NaN or Inf was merged into weights: taking it out again leaves NaN."""
-    merging = (stage for stage in run.walk() if str(stage.facts.get("method")).startswith(_MERGING))
-    told = (_spoilt(_mapping(stage.facts.get(_FACT)).get("findings")) for stage in merging)
+    merging = (stage for stage in run.walk() if str(stage.facts.get("method")).startswith(MERGING))
+    told = (_spoilt(mapping(stage.facts.get(FACT)).get("findings")) for stage in merging)
     return next((one for one in told if one.get("id") == "lora_not_finite"), {})
 
 
 def _spoilt(findings: object) -> Mapping[str, Any]:
     """The first finding by which all that LoRAs touch becomes NaN or chance, if these act; empty if there is none."""
-    told = map(_mapping, findings if isinstance(findings, list | tuple) else ())
+    told = map(mapping, findings if isinstance(findings, list | tuple) else ())
     return next(
-        (one for one in told if one.get("id") in _SPOILS and _mapping(one.get("evidence")).get("acting")), {}
+        (one for one in told if one.get("id") in _SPOILS and mapping(one.get("evidence")).get("acting")), {}
     )
 
 
@@ -406,29 +390,29 @@ def _acting_standing(run: Run) -> LoraStanding | None:
             _said(sorted(of_prompt, key=lambda one: one.get("effective") is not True)), arrives
         )
     if stage is None:
-        left = _left_in_weights(run)
+        left = left_in_weights(run)
         says = _in_weights(left) if left else _on_before(run)
         return None if says is None else _as_arrived(says, arrives)
-    last = _mapping(stage.facts.get(_FACT))
+    last = mapping(stage.facts.get(FACT))
     sides = [
-        (name, changes, _mapping(last.get(f"{side}_lora_patches")))
-        for name, side in _names_of_sides(stage)
-        if (changes := _mapping(last.get(f"{side}_weight_changes")))
+        (name, changes, mapping(last.get(f"{side}_lora_patches")))
+        for name, side in names_of_sides(stage)
+        if (changes := mapping(last.get(f"{side}_weight_changes")))
     ]
     changed = any(changes.get("predicted") or patches.get("loras") for _, changes, patches in sides)
-    is_on = any(_acting(patches) for _, _, patches in sides) and not _is_off_since(run, stage)
+    is_on = any(acting_in(patches) for _, _, patches in sides) and not _is_off_since(run, stage)
     others = _on_other_side(run, stage)
     if not is_on and changed:
-        left = _left_in_weights(run)
+        left = left_in_weights(run)
         if left:
             return _as_arrived(_in_weights(left), arrives)
         if not others:
             says = _in_last_call(run, stage)
             return _taken_off(run, stage) if says is None else _as_arrived(says, ())
         sides = []
-    sides = sorted([*sides, *others], key=lambda side: side[0] == _OF_ENCODERS)
+    sides = sorted([*sides, *others], key=lambda side: side[0] == OF_ENCODERS)
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
-    in_weights = is_on and _is_in_weights(run, stage)
+    in_weights = is_on and is_in_weights(run, stage)
     since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None
     if since is not None:
         before = f" ‖ΔW‖ / ‖W‖ was {' and '.join(sizes)} before." if sizes else ""
@@ -439,7 +423,7 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     confirmed = sum(
         check.get("result") == "confirmed" for _, changes, _ in sides for check in _checks(changes)
     )
-    acting = {name for _, _, patches in sides for name in _acting(patches)}
+    acting = {name for _, _, patches in sides for name in acting_in(patches)}
     words = "The LoRAs act" if len(acting) > 1 else "The LoRA acts"
     words += f": ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "."
     words += " It is in the weights." if in_weights else ""
@@ -458,15 +442,6 @@ def _as_arrived(says: str, arrives: Collection[str]) -> LoraStanding:
     return LoraStanding(words, says, is_well=words == ACTS)
 
 
-def _names_of_sides(change: Stage) -> tuple[tuple[str, str], ...]:
-    """What the two sides of a change are called, and what its facts call them."""
-    component = change.facts.get("component")
-    return (component if isinstance(component, str) else "denoiser", "unet"), (_OF_ENCODERS, "clip")
-
-
-_OF_ENCODERS: Final = "text encoders"
-
-
 def _on_other_side(run: Run, change: Stage) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Of a change of one model: what acts on the other side of the pipeline, as the change before it left that."""
     if change.facts.get(ONLY_ON) is None:
@@ -474,43 +449,15 @@ def _on_other_side(run: Run, change: Stage) -> list[tuple[str, Mapping[str, Any]
     stages = [*run.walk()]
     other = "unet" if _is_of_encoder(change) else "clip"
     for stage in reversed(stages[: stages.index(change)]):
-        if _FACT not in stage.facts:
+        if FACT not in stage.facts:
             continue
         if stage.facts.get(ONLY_ON) is None or _is_of_encoder(stage) is (other == "clip"):
-            analysis = _mapping(stage.facts[_FACT])
-            patches = _mapping(analysis.get(f"{other}_lora_patches"))
-            name = next(name for name, side in _names_of_sides(stage) if side == other)
-            changes = _mapping(analysis.get(f"{other}_weight_changes"))
-            return [(name, changes, patches)] if _acting(patches) else []
+            analysis = mapping(stage.facts[FACT])
+            patches = mapping(analysis.get(f"{other}_lora_patches"))
+            name = next(name for name, side in names_of_sides(stage) if side == other)
+            changes = mapping(analysis.get(f"{other}_weight_changes"))
+            return [(name, changes, patches)] if acting_in(patches) else []
     return []
-
-
-def _partly_taken_out(run: Run) -> Iterator[str]:
-    """The sides of which a LoRA was taken out of the weights with another strength than it was put in: a part stays there."""
-    merged: dict[tuple[str, str], tuple[tuple[float, float], tuple[float, float]]] = {}  # put in, and set now
-    for stage in run.walk():
-        if _FACT in stage.facts:
-            analysis = _mapping(stage.facts[_FACT])
-            for name, side in _names_of_sides(stage):
-                loras = _mapping(_mapping(analysis.get(f"{side}_lora_patches")).get("loras"))
-                for lora, held in loras.items():
-                    strength = _range(_mapping(held).get("strengths"))
-                    if "merged" in _mapping(_mapping(held).get("states")) and strength is not None:
-                        merged[name, lora] = merged.get((name, lora), (strength, strength))[0], strength
-                    elif _is_part(merged.pop((name, lora), None)):
-                        yield name
-                if stage.facts.get("method") in _TAKE_OFF:
-                    merged = {key: held for key, held in merged.items() if key[0] != name or key[1] in loras}
-        for component_and_lora, held in _in_call(stage).items():
-            component, _, lora = component_and_lora.partition(".")
-            name = _OF_ENCODERS if component.startswith("text_encoder") else "denoiser"
-            if not held.get("merged") and _is_part(merged.pop((name, lora), None)):
-                yield name
-
-
-def _is_part(put_in_and_set: tuple[tuple[float, float], tuple[float, float]] | None) -> bool:
-    """Whether what is taken out, with the strength that is set, is not what was put in."""
-    return put_in_and_set is not None and not all(map(_is_same, *put_in_and_set))
 
 
 def _is_of_encoder(change: Stage) -> bool:
@@ -521,33 +468,21 @@ def _in_weights(names: Sequence[str]) -> str:
     return f"The LoRA acts in the {' and the '.join(names)}: it is in the weights."
 
 
-def _left_in_weights(run: Run) -> list[str]:
-    """The sides in whose weights a LoRA, or a part of one, stays that is off or gone, whatever was loaded since."""
-    left = [
-        name
-        for stage in run.walk()
-        if stage.facts.get("method") in _TAKE_OFF
-        for name, side in _names_of_sides(stage)
-        if _stays_in_weights(run, stage, side)
-    ]
-    return [*dict.fromkeys([*left, *_partly_taken_out(run)])]
-
-
 def _on_before(run: Run) -> str | None:
     """That LoRAs act in the last call which were on the models when the watch began, if they do."""
     if idle_lora(run) is not None:
         return None
-    changes = [stage for stage in run.walk() if _FACT in stage.facts]
-    if not any(_is_change(_mapping(stage.facts[_FACT])) for stage in changes):
+    changes = [stage for stage in run.walk() if FACT in stage.facts]
+    if not any(_is_change(mapping(stage.facts[FACT])) for stage in changes):
         acts = _in_last_call(run)
         return acts and f"{acts} ‖ΔW‖ / ‖W‖ is told of what is loaded inside the watch."
-    is_open = _mapping(changes[-1].facts[_FACT]).get("effective") is None
+    is_open = mapping(changes[-1].facts[FACT]).get("effective") is None
     return None if is_open else _in_last_call(run, changes[-1])
 
 
 def _active_beside(only_on: object, call: Stage) -> dict[str, Mapping[str, Any]]:
     """The LoRAs of a call that are active, but for those on one component."""
-    loras = {name: lora for name, lora in _in_call(call).items() if lora.get("active")}
+    loras = {name: lora for name, lora in loras_in_call(call).items() if lora.get("active")}
     return {name: lora for name, lora in loras.items() if name.partition(".")[0] != only_on}
 
 
@@ -555,7 +490,7 @@ def _is_off_since(run: Run, change: Stage) -> bool:
     """Whether all that a change left was off in the last call since, as PEFT unmerges what is disabled."""
     stages = [*run.walk()]
     calls = [stage for stage in stages[stages.index(change) + 1 :] if RECIPE in stage.facts]
-    loras = _in_call(calls[-1]) if calls else {}
+    loras = loras_in_call(calls[-1]) if calls else {}
     only_on = change.facts.get(ONLY_ON)
     own = [lora for name, lora in loras.items() if only_on in (None, name.partition(".")[0])]
     return bool(own) and not any(lora.get("active") for lora in own)
@@ -612,49 +547,12 @@ def _on_arriving(run: Run, change: Stage) -> list[Mapping[str, Any]]:
     """The findings on what arrived in the weights, as the last change left the LoRAs that are on the models."""
     stages = [*run.walk()]
     for stage in reversed(stages[stages.index(change) :]):
-        analysis = _mapping(stage.facts.get(_FACT))
-        sides = [_mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+        analysis = mapping(stage.facts.get(FACT))
+        sides = [mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
         if any(side.get("total_patched_keys") for side in sides):
-            told = map(_mapping, analysis.get("findings") or ())
+            told = map(mapping, analysis.get("findings") or ())
             return [finding for finding in told if finding.get("id") in ON_ARRIVING]
     return []
-
-
-def _is_in_weights(run: Run, change: Stage) -> bool:
-    """Whether LoRAs were taken off after a change and nothing changed by that: what acted was merged before."""
-    stages = [*run.walk()]
-    later = (
-        _mapping(stage.facts.get(_FACT))
-        for stage in stages[stages.index(change) + 1 :]
-        if stage.facts.get("method") in _TAKE_OFF
-    )
-    sides = [
-        [_mapping(one.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
-        for one in later
-        if one.get("effective") is False
-    ]
-    return any(not any(side.get("total_patched_keys") for side in both) for both in sides)
-
-
-def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
-    """Whether a change that takes LoRAs off left one in the weights of a side: those that are merged stay there."""
-    stages = [*run.walk()]
-    left = _mapping(_mapping(change.facts.get(_FACT)).get("left_in_weights")).get(side)
-    if change.facts.get("method") not in _TAKE_OFF or not left:
-        return False
-    merging = [
-        stage
-        for stage in stages[: stages.index(change)]
-        if str(stage.facts.get("method")).startswith(_MERGING)
-    ]
-    merged_at = _strengths_in_weights(_mapping(merging[-1].facts.get(_FACT))) if merging else []
-    return any(merged_at or left)  # where merging was seen, what was set since takes nothing out
-
-
-_TAKE_OFF: Final = frozenset(
-    {"delete_adapters", "merge_and_unload", "unload", "unload_lora", "unload_lora_weights"}
-)
-"""Methods that take adapters off models."""
 
 
 def _scaled_in_call(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> str:
@@ -662,11 +560,11 @@ def _scaled_in_call(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> 
     names = {
         name
         for patches in sides
-        for name, lora in _acting(patches).items()
-        if _LAZY in _mapping(lora.get("states"))
+        for name, lora in acting_in(patches).items()
+        if LAZY in mapping(lora.get("states"))
     }
     calls = _calls_since(run, change, names)
-    loras = _in_call(calls[-1]) if calls else {}
+    loras = loras_in_call(calls[-1]) if calls else {}
     scales = {
         name.partition(".")[0]: scale
         for name, lora in loras.items()
@@ -681,16 +579,12 @@ def _scaled_in_call(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> 
 def _as_set_last(run: Run, change: Stage) -> tuple[Stage, list[Mapping[str, Any]]]:
     """The last stage that set LoRAs, from a change on, with the changes on each model: later ones may leave all as it was."""
     stages = [*run.walk()]
-    found = change, _patches_in(change)
+    found = change, patches_in(change)
     for stage in stages[stages.index(change) + 1 :]:
-        later = _patches_in(stage)
-        if any(map(_acting, later)) and not stage.facts.get(_AFTER_STEP):
+        later = patches_in(stage)
+        if any(map(acting_in, later)) and not stage.facts.get(_AFTER_STEP):
             found = stage, later
     return found
-
-
-def _patches_in(stage: Stage) -> list[Mapping[str, Any]]:
-    return _sides(_mapping(stage.facts.get(_FACT)))
 
 
 def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> str | None:
@@ -701,23 +595,23 @@ def _changed_since(run: Run, change: Stage, sides: list[Mapping[str, Any]]) -> s
         change: The stage of the last change that was heard.
         sides: The changes that it left on each model.
     """
-    acting = [pair for patches in sides for pair in _acting(patches).items()]
+    acting = [pair for patches in sides for pair in acting_in(patches).items()]
     calls = _calls_since(run, change, {name for name, _ in acting})
-    if not calls or not all(_mapping(lora.get("states")).keys() <= {"lazy"} for _, lora in acting):
+    if not calls or not all(mapping(lora.get("states")).keys() <= {"lazy"} for _, lora in acting):
         return None
     last: dict[str, list[Mapping[str, Any]]] = {}
-    for name, lora in _in_call(calls[-1]).items():
+    for name, lora in loras_in_call(calls[-1]).items():
         last.setdefault(name.partition(".")[2], []).append(lora)
     if not any(lora.get("active") for name, _ in acting for lora in last.get(name, ())):
         return ""
     for name, lora in acting:
-        set_to = _range(lora.get("strengths"))
-        found = [known for one in last.get(name, ()) if (known := _range(one.get("strength")))]
+        set_to = range_of(lora.get("strengths"))
+        found = [known for one in last.get(name, ()) if (known := range_of(one.get("strength")))]
         found += [(min(least for least, _ in found), max(most for _, most in found))] if found else []
-        if set_to and found and not any(all(map(_is_same, set_to, one)) for one in found):
+        if set_to and found and not any(all(map(is_same, set_to, one)) for one in found):
             words = f"at strength {_in_words(found[-1])} in the last call, not at {_in_words(set_to)}"
             return f"The LoRA acts {words}: other code set it."
-    first, now = (_in_call(call) for call in (calls[0], calls[-1]))
+    first, now = (loras_in_call(call) for call in (calls[0], calls[-1]))
     for name in first.keys() & now.keys():
         both = first[name].get("content"), now[name].get("content")
         if name.partition(".")[2] in dict(acting) and None not in both and both[0] != both[1]:
@@ -731,29 +625,18 @@ def _calls_since(run: Run, change: Stage, names: Collection[str]) -> list[Stage]
     """The calls after a change of LoRAs of which it is known what was on; of other pipelines than had these, none."""
     stages = [*run.walk()]
     calls = [stage for stage in stages[stages.index(change) + 1 :] if _are_loras_told(stage)]
-    kinds = {_kind(call) for call in calls if any(name.partition(".")[2] in names for name in _in_call(call))}
+    kinds = {
+        _kind(call) for call in calls if any(name.partition(".")[2] in names for name in loras_in_call(call))
+    }
     return [call for call in calls if not kinds or _kind(call) in kinds]
 
 
 def _kind(call: Stage) -> object:
-    return _mapping(call.facts.get("pipeline")).get("class_name")
+    return mapping(call.facts.get("pipeline")).get("class_name")
 
 
 def _are_loras_told(stage: Stage) -> bool:
-    return isinstance(_mapping(stage.facts.get(RECIPE)).get("loras"), Mapping)
-
-
-def _range(strengths: object) -> tuple[float, float] | None:
-    known = (
-        [one for one in strengths if isinstance(one, int | float)]
-        if isinstance(strengths, list | tuple)
-        else []
-    )
-    return (min(known), max(known)) if known else None
-
-
-def _is_same(one: float, other: float) -> bool:
-    return isclose(one, other, rel_tol=1e-5, abs_tol=1e-5)
+    return isinstance(mapping(stage.facts.get(RECIPE)).get("loras"), Mapping)
 
 
 def _in_words(strengths: tuple[float, float]) -> str:
@@ -763,7 +646,7 @@ def _in_words(strengths: tuple[float, float]) -> str:
 
 def _last_change(run: Run) -> Stage | None:
     """The stage of the last change of LoRAs, if what it left computes something else than before."""
-    found = ((stage, stage.facts.get(_FACT)) for stage in run.walk())
+    found = ((stage, stage.facts.get(FACT)) for stage in run.walk())
     changes = [
         (stage, analysis)
         for stage, analysis in found
@@ -776,14 +659,14 @@ def _last_change(run: Run) -> Stage | None:
 
 def _beside_acting(patches: Mapping[str, Any]) -> Iterator[str]:
     """Of a model on which some LoRAs act, what the others do, as sentences."""
-    acting = _acting(patches)
-    for name, lora in _mapping(patches.get("loras")).items() if acting else ():
+    acting = acting_in(patches)
+    for name, lora in mapping(patches.get("loras")).items() if acting else ():
         if name in acting:
             continue
-        states = _mapping(lora).get("states")
-        if _mapping(states).keys() == {"inactive"}:
+        states = mapping(lora).get("states")
+        if mapping(states).keys() == {"inactive"}:
             yield f" LoRA {name} is off or of strength 0."
-        elif _mapping(lora).get("delta_norm") == 0.0:
+        elif mapping(lora).get("delta_norm") == 0.0:
             yield f" LoRA {name} changes nothing: all its changes are zero."
 
 
@@ -819,25 +702,15 @@ def _taken_off(run: Run, change: Stage) -> LoraStanding | None:
     """That calls ran after the last change took LoRAs off, if any did."""
     calls, _ = _calls_after(run, change)
     method = change.facts.get("method")
-    if not calls or method not in _TAKE_OFF:
+    if not calls or method not in TAKE_OFF:
         return None
     says = f"No LoRA acts: {method} took off what was on, before the last call."
     return LoraStanding("taken off", says, is_well=None)
 
 
-def _acting(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The LoRAs of which some change acts, by name."""
-    loras = {name: _mapping(lora) for name, lora in _mapping(patches.get("loras")).items()}
-    return {
-        name: lora
-        for name, lora in loras.items()
-        if not _IDLE.issuperset(_mapping(lora.get("states"))) and lora.get("delta_norm") != 0.0
-    }
-
-
 def _size(changes: Mapping[str, Any], patches: Mapping[str, Any]) -> str | None:
     """‖ΔW‖ of what is on a model now beside ‖W‖, in words: of each LoRA, or of what is in the weights."""
-    acting = _acting(patches)
+    acting = acting_in(patches)
     if not acting:  # what changed was put into the weights, unless it is a LoRA's that was beside them
         return None if changes.get("predicted") else _percent(changes.get("relative_change"))
     shares = {name: _percent(lora.get("relative_change")) for name, lora in acting.items()}
@@ -848,10 +721,6 @@ def _size(changes: Mapping[str, Any], patches: Mapping[str, Any]) -> str | None:
 
 def _percent(share: object) -> str | None:
     return units.rough_percent(share) if isinstance(share, float) and 0.0 < share < float("inf") else None
-
-
-def _mapping(held: object) -> Mapping[str, Any]:
-    return held if isinstance(held, Mapping) else {}
 
 
 def _checks(changes: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -1,0 +1,73 @@
+"""How the facts of a run on its LoRAs are read: what a change left on each model, and what a call had."""
+
+from collections.abc import Mapping
+from math import isclose
+from typing import Any, Final
+
+from sigmascope.records.run import RECIPE, Stage
+
+FACT: Final = "lora_application"
+"""The stage of a change of LoRAs, and its fact that holds the analysis."""
+LAZY: Final = "lazy"
+"""The state of changes that a layer applies beside its weight."""
+IDLE: Final = frozenset({"inactive", "failed"})
+"""States of changes that do nothing."""
+MERGING: Final = ("fuse", "merge")
+"""How the names of methods begin that put LoRAs into the weights."""
+TAKE_OFF: Final = frozenset(
+    {"delete_adapters", "merge_and_unload", "unload", "unload_lora", "unload_lora_weights"}
+)
+"""Methods that take adapters off models."""
+OF_ENCODERS: Final = "text encoders"
+
+
+def sides_of(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What an analysis has of the changes on the denoiser, and on the text encoders."""
+    return [mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+
+
+def patches_in(stage: Stage) -> list[Mapping[str, Any]]:
+    """The same of a stage; of one without an analysis, empty."""
+    return sides_of(mapping(stage.facts.get(FACT)))
+
+
+def names_of_sides(change: Stage) -> tuple[tuple[str, str], ...]:
+    """What the two sides of a change are called, and what its facts call them."""
+    component = change.facts.get("component")
+    return (component if isinstance(component, str) else "denoiser", "unet"), (OF_ENCODERS, "clip")
+
+
+def acting_in(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The LoRAs of which some change acts, by name."""
+    loras = {name: mapping(lora) for name, lora in mapping(patches.get("loras")).items()}
+    return {
+        name: lora
+        for name, lora in loras.items()
+        if not IDLE.issuperset(mapping(lora.get("states"))) and lora.get("delta_norm") != 0.0
+    }
+
+
+def loras_in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:
+    """The LoRAs that were on the components of a call, by component and adapter, as they stood when it was over."""
+    loras = mapping(mapping(stage.facts.get(RECIPE)).get("loras"))
+    return {name: mapping(lora) for name, lora in loras.items()}
+
+
+def range_of(strengths: object) -> tuple[float, float] | None:
+    """The least and the greatest of some numbers; None if there is none."""
+    known = (
+        [one for one in strengths if isinstance(one, int | float)]
+        if isinstance(strengths, list | tuple)
+        else []
+    )
+    return (min(known), max(known)) if known else None
+
+
+def is_same(one: float, other: float) -> bool:
+    """Whether two strengths are the same, but for rounding."""
+    return isclose(one, other, rel_tol=1e-5, abs_tol=1e-5)
+
+
+def mapping(held: object) -> Mapping[str, Any]:
+    """What a record holds where it should hold a mapping; empty if it holds something else."""
+    return held if isinstance(held, Mapping) else {}

@@ -1,0 +1,104 @@
+"""What LoRAs leave in the weights of a run's models: what is merged stays there when its layers are taken off."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sigmascope.analysis.lora_facts import (
+    FACT,
+    MERGING,
+    OF_ENCODERS,
+    TAKE_OFF,
+    is_same,
+    loras_in_call,
+    mapping,
+    names_of_sides,
+    range_of,
+    sides_of,
+)
+from sigmascope.records.run import Run, Stage
+
+
+def saw_merging(run: Run) -> bool:
+    """Whether a change in the record tells with which strengths LoRAs were put into the weights."""
+    changes = ((stage.facts.get(FACT), str(stage.facts.get("method"))) for stage in run.walk())
+    return any(
+        method.startswith(MERGING) and strengths_in_weights(mapping(analysis)) for analysis, method in changes
+    )
+
+
+def strengths_in_weights(analysis: Mapping[str, Any]) -> list[float]:
+    """The least and the greatest strength of each LoRA that a change put into the weights."""
+    loras = (mapping(lora) for side in sides_of(analysis) for lora in mapping(side.get("loras")).values())
+    merged = (lora for lora in loras if "merged" in mapping(lora.get("states")))
+    return [end for lora in merged for end in range_of(lora.get("strengths")) or ()]
+
+
+def left_in_weights(run: Run) -> list[str]:
+    """The sides in whose weights a LoRA, or a part of one, stays that is off or gone, whatever was loaded since."""
+    left = [
+        name
+        for stage in run.walk()
+        if stage.facts.get("method") in TAKE_OFF
+        for name, side in names_of_sides(stage)
+        if _stays_in_weights(run, stage, side)
+    ]
+    return [*dict.fromkeys([*left, *_partly_taken_out(run)])]
+
+
+def _partly_taken_out(run: Run) -> Iterator[str]:
+    """The sides of which a LoRA was taken out of the weights with another strength than it was put in: a part stays there."""
+    merged: dict[tuple[str, str], tuple[tuple[float, float], tuple[float, float]]] = {}  # put in, and set now
+    for stage in run.walk():
+        if FACT in stage.facts:
+            analysis = mapping(stage.facts[FACT])
+            for name, side in names_of_sides(stage):
+                loras = mapping(mapping(analysis.get(f"{side}_lora_patches")).get("loras"))
+                for lora, held in loras.items():
+                    strength = range_of(mapping(held).get("strengths"))
+                    if "merged" in mapping(mapping(held).get("states")) and strength is not None:
+                        merged[name, lora] = merged.get((name, lora), (strength, strength))[0], strength
+                    elif _is_part(merged.pop((name, lora), None)):
+                        yield name
+                if stage.facts.get("method") in TAKE_OFF:
+                    merged = {key: held for key, held in merged.items() if key[0] != name or key[1] in loras}
+        for component_and_lora, held in loras_in_call(stage).items():
+            component, _, lora = component_and_lora.partition(".")
+            name = OF_ENCODERS if component.startswith("text_encoder") else "denoiser"
+            if not held.get("merged") and _is_part(merged.pop((name, lora), None)):
+                yield name
+
+
+def _is_part(put_in_and_set: tuple[tuple[float, float], tuple[float, float]] | None) -> bool:
+    """Whether what is taken out, with the strength that is set, is not what was put in."""
+    return put_in_and_set is not None and not all(map(is_same, *put_in_and_set))
+
+
+def is_in_weights(run: Run, change: Stage) -> bool:
+    """Whether LoRAs were taken off after a change and nothing changed by that: what acted was merged before."""
+    stages = [*run.walk()]
+    later = (
+        mapping(stage.facts.get(FACT))
+        for stage in stages[stages.index(change) + 1 :]
+        if stage.facts.get("method") in TAKE_OFF
+    )
+    sides = [
+        [mapping(one.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+        for one in later
+        if one.get("effective") is False
+    ]
+    return any(not any(side.get("total_patched_keys") for side in both) for both in sides)
+
+
+def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
+    """Whether a change that takes LoRAs off left one in the weights of a side: those that are merged stay there."""
+    stages = [*run.walk()]
+    left = mapping(mapping(change.facts.get(FACT)).get("left_in_weights")).get(side)
+    if change.facts.get("method") not in TAKE_OFF or not left:
+        return False
+    merging = [
+        stage
+        for stage in stages[: stages.index(change)]
+        if str(stage.facts.get("method")).startswith(MERGING)
+    ]
+    merged_at = strengths_in_weights(mapping(merging[-1].facts.get(FACT))) if merging else []
+    return any(merged_at or left)  # where merging was seen, what was set since takes nothing out
