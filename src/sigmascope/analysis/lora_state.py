@@ -409,6 +409,8 @@ def _acting_standing(run: Run) -> LoraStanding | None:
         if not others:
             says = _in_last_call(run, stage)
             return _taken_off(run, stage) if says is None else _as_arrived(says, ())
+        if not _acts_beside(run, stage):
+            return None  # what takes the others off is not heard of each model: a call tells
         sides = []
     sides = sorted([*sides, *others], key=lambda side: side[0] == OF_ENCODERS)
     sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
@@ -484,6 +486,13 @@ def _active_beside(only_on: object, call: Stage) -> dict[str, Mapping[str, Any]]
     """The LoRAs of a call that are active, but for those on one component."""
     loras = {name: lora for name, lora in loras_in_call(call).items() if lora.get("active")}
     return {name: lora for name, lora in loras.items() if name.partition(".")[0] != only_on}
+
+
+def _acts_beside(run: Run, change: Stage) -> bool:
+    """Whether a LoRA acts on another component than a change was about, in the last call since."""
+    stages = [*run.walk()]
+    calls = [stage for stage in stages[stages.index(change) + 1 :] if RECIPE in stage.facts]
+    return bool(calls) and bool(_active_beside(change.facts.get(ONLY_ON), calls[-1]))
 
 
 def _is_off_since(run: Run, change: Stage) -> bool:

@@ -127,6 +127,19 @@ def test_what_a_method_of_the_denoiser_takes_off_still_acts_in_the_text_encoder(
     assert strength is None or float(strength[1]) == pytest.approx(share(pipeline.text_encoder), abs=0.5)
 
 
+def test_what_another_pipeline_of_the_same_models_took_off_is_not_said_to_act() -> None:
+    """It is heard of the denoiser alone that it was taken off."""
+    pipeline = make_pipeline("sd15")
+    state = lora_state(pipeline, ["unet", "text_encoder"], size=0.2)
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as watching:
+        other = type(pipeline)(**pipeline.components)
+        other.load_lora_weights(state, adapter_name="a")
+        other.unload_lora_weights()
+        assert torch.equal(generate(other, "sd15", num_inference_steps=1), bare)
+    assert acting_lora(watching.record()) is None
+
+
 def test_of_a_lora_that_was_loaded_into_one_model_after_the_other_both_strengths_are_told() -> None:
     pipeline = make_pipeline("sd15")
     state, alphas = pipeline.lora_state_dict(lora_state(pipeline, ["unet", "text_encoder"], size=0.2))
