@@ -509,9 +509,12 @@ def test_what_the_last_call_scaled_a_lora_by_is_said_with_its_strength(last: Sta
     assert acting_lora(run) == f"The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser.{words}"
 
 
-def taken_off(method: str, effective: bool, **loras: dict[str, Any]) -> Stage:
+def taken_off(
+    method: str, effective: bool, left: dict[str, list[float]] | None = None, **loras: dict[str, Any]
+) -> Stage:
     patches = {"loras": loras, "total_patched_keys": len(loras)}
     facts = {"effective": effective, "findings": [], "unet_lora_patches": patches}
+    facts |= {} if left is None else {"left_in_weights": left}
     return Stage("lora_application", 0.0, 0.1, facts={"method": method, "lora_application": facts})
 
 
@@ -519,11 +522,20 @@ def taken_off(method: str, effective: bool, **loras: dict[str, Any]) -> Stage:
     ("stage", "is_in_weights"),
     [
         (taken_off("unload_lora_weights", False), True),
+        (taken_off("unload_lora_weights", False, {"unet": [1.0], "clip": []}), True),
+        (taken_off("unload_lora_weights", False, {"unet": [], "clip": []}), False),
         (taken_off("merge_and_unload", False), True),
         (taken_off("set_adapters", False), False),
         (taken_off("delete_adapters", False, a=lora(0.05, lazy=9)), False),
     ],
-    ids=["fused", "merged by PEFT", "taken off by other code", "another deleted"],
+    ids=[
+        "fused",
+        "fused at 1",
+        "set to 0 by other code",
+        "merged by PEFT",
+        "taken off by other code",
+        "another deleted",
+    ],
 )
 def test_a_lora_that_was_taken_off_without_any_change_is_in_the_weights(
     stage: Stage, is_in_weights: bool

@@ -74,19 +74,19 @@ def _is_part(put_in_and_set: tuple[tuple[float, float], tuple[float, float]] | N
 
 
 def is_in_weights(run: Run, change: Stage) -> bool:
-    """Whether LoRAs were taken off after a change and nothing changed by that: what acted was merged before."""
+    """Whether LoRAs were taken off after a change, and stay in the weights: nothing changed by that."""
     stages = [*run.walk()]
-    later = (
-        mapping(stage.facts.get(FACT))
-        for stage in stages[stages.index(change) + 1 :]
-        if stage.facts.get("method") in TAKE_OFF
-    )
-    sides = [
-        [mapping(one.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
-        for one in later
-        if one.get("effective") is False
-    ]
-    return any(not any(side.get("total_patched_keys") for side in both) for both in sides)
+    later = (stage for stage in stages[stages.index(change) + 1 :] if stage.facts.get("method") in TAKE_OFF)
+    return any(_took_off_layers_alone(stage) for stage in later)
+
+
+def _took_off_layers_alone(stage: Stage) -> bool:
+    analysis = mapping(stage.facts.get(FACT))
+    left = analysis.get("left_in_weights")  # None in a record written earlier
+    was_merged = left is None or any(mapping(left).values())
+    is_merging = str(stage.facts.get("method")).startswith(MERGING)
+    is_bare = not any(side.get("total_patched_keys") for side in sides_of(analysis))
+    return analysis.get("effective") is False and is_bare and (was_merged or is_merging)
 
 
 def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:

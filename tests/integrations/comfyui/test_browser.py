@@ -255,8 +255,7 @@ def test_the_next_prompt_comes_by_itself_and_can_be_compared(server: Server, ope
     opened.value.wait_for_load_state()
     assert "2 runs" in opened.value.title()
     rows.nth(1).click()
-    page.settle()
-    assert tab.locator(".sigmascope-card strong").inner_text() == seconds(before.seconds)
+    playwright.expect(tab.locator(".sigmascope-card strong")).to_have_text(seconds(before.seconds))
 
 
 def test_the_switch_takes_badges_away_and_brings_them_back(server: Server, open_page: Open) -> None:
