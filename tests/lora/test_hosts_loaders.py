@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from tests.comfy_shapes.checkout import Checkout, why_not
 from tests.lora.host_loaders import (
@@ -104,6 +105,25 @@ def test_diffusers_takes_one_kind_of_names_of_a_file_for_sdxl_with_both(tmp_path
     format = (told.advice or "").rpartition("--format ")[2].rstrip(".")
     convert_lora(path, tmp_path / "NEW.safetensors", format)
     assert said(of_host(tmp_path / "NEW.safetensors"))[0] == len(named)
+
+
+INNER, OUTER, FIRST = "single_transformer_blocks.0.proj_out", "proj_out", "context_embedder"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "alphas",
+    [{OUTER: 16.0}, {OUTER: 16.0, INNER: 1.0}, {INNER: 1.0}, {FIRST: 16.0, OUTER: 16.0, INNER: 1.0}, {FIRST: 1.0}],
+    ids=str,
+)  # fmt: skip
+def test_diffusers_takes_an_alpha_for_all_names_that_end_with_its_name(
+    alphas: dict[str, float], tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "lora.safetensors", Layout("flux", "transformer.", "diffusers", "A", alpha=4.0)
+    state, named = layout.build()
+    state |= {f"transformer.{name}.alpha": torch.tensor(alpha) for name, alpha in alphas.items()}
+    save_file(state, path, metadata={"modelspec.architecture": FAMILIES["flux"].architecture})
+    assert said(of_host(path)) == by_diffusers("flux", path, named)
 
 
 def is_in(comfy: Checkout, family: str) -> bool:

@@ -603,11 +603,39 @@ def _diffusers_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
     if not has_alphas or not row.folds_alpha:
         return [1.0 for _ in taken]
     if not family.is_unet:
-        return [module.by_alpha for module in taken]
+        is_as_named = all(module.start == _OWN_START for module in taken)
+        return _by_pattern(taken) if is_as_named else [module.by_alpha for module in taken]
     usual = Counter(module.alpha for module in modules).most_common(2)
     if len(usual) > 1 and usual[0][1] == usual[1][1]:
         raise _Unknown("two alphas are equally frequent, and attention gets the most frequent one")
     return [_of_unet(module, usual[0][0]) for module in taken]
+
+
+_OWN_START: Final = "transformer."
+"""How diffusers' own names for a transformer begin: it converts none, and folds no alpha."""
+
+
+def _by_pattern(taken: Sequence[_Module]) -> list[float]:
+    """As diffusers hands alphas that it does not fold to PEFT: the first, and others by the ends of names, of which the first counts.
+
+    So the alpha of `proj_out` is also that of `single_transformer_blocks.0.proj_out`.
+    """
+    alphas = {module.path: module.alpha for module in sorted(taken, key=lambda one: f"{one.path}.alpha")}
+    first = next(iter(alphas.values()))
+    found = []
+    for module in taken:
+        ends = {*_ends(module.path)}
+        by_name = (alpha for path, alpha in alphas.items() if path in ends and alpha != first)
+        outer = next(by_name, module.alpha)
+        found.append(module.by_alpha if outer is None or not module.rank else outer / module.rank)
+    return found
+
+
+def _ends(path: str) -> Iterator[str]:
+    """What a name ends with: `a.b`, and `b` of it."""
+    while path:
+        yield path
+        path = path.partition(".")[2]
 
 
 def _config(file: _File, component: str) -> PeftConfig | None:
