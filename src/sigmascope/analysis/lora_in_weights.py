@@ -1,6 +1,6 @@
 """What LoRAs leave in the weights of a run's models: what is merged stays there when its layers are taken off."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sigmascope.analysis.lora_facts import (
@@ -64,13 +64,19 @@ def _partly_taken_out(run: Run) -> Iterator[str]:
         for component_and_lora, held in loras_in_call(stage).items():
             component, _, lora = component_and_lora.partition(".")
             name = OF_ENCODERS if component.startswith("text_encoder") else "denoiser"
-            if not held.get("merged") and _is_part(merged.pop((name, lora), None)):
+            if not held.get("merged") and _is_part(merged.pop((name, lora), None), held.get("call_scale")):
                 yield name
 
 
-def _is_part(put_in_and_set: tuple[tuple[float, float], tuple[float, float]] | None) -> bool:
-    """Whether what is taken out, with the strength that is set, is not what was put in."""
-    return put_in_and_set is not None and not all(map(is_same, *put_in_and_set))
+def _is_part(
+    put_in_and_set: tuple[tuple[float, float], tuple[float, float]] | None, scale: object = None
+) -> bool:
+    """Whether what is taken out, with the strength that is set and a call's scale, is not what was put in."""
+    if put_in_and_set is None:
+        return False
+    put_in, now = put_in_and_set
+    scaled = [one * scale for one in now] if isinstance(scale, int | float) else now
+    return not all(map(is_same, put_in, scaled))
 
 
 def is_in_weights(run: Run, change: Stage) -> bool:
@@ -93,12 +99,19 @@ def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
     """Whether a change that takes LoRAs off left one in the weights of a side: those that are merged stay there."""
     stages = [*run.walk()]
     left = mapping(mapping(change.facts.get(FACT)).get("left_in_weights")).get(side)
-    if change.facts.get("method") not in TAKE_OFF or not left:
+    before = stages[: stages.index(change)]
+    if change.facts.get("method") not in TAKE_OFF or not left or _merged_zeros(before, side):
         return False
-    merging = [
-        stage
-        for stage in stages[: stages.index(change)]
-        if str(stage.facts.get("method")).startswith(MERGING)
-    ]
+    merging = [stage for stage in before if str(stage.facts.get("method")).startswith(MERGING)]
     merged_at = strengths_in_weights(mapping(merging[-1].facts.get(FACT))) if merging else []
     return any(merged_at or left)  # where merging was seen, what was set since takes nothing out
+
+
+def _merged_zeros(stages: Sequence[Stage], side: str) -> bool:
+    """Whether all that was merged on a side when it was last looked at changes nothing."""
+    for stage in reversed(stages):
+        loras = mapping(mapping(mapping(stage.facts.get(FACT)).get(f"{side}_lora_patches")).get("loras"))
+        merged = [lora for lora in map(mapping, loras.values()) if "merged" in mapping(lora.get("states"))]
+        if merged:
+            return all(lora.get("delta_norm") == 0.0 for lora in merged)
+    return False

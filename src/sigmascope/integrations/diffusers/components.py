@@ -267,6 +267,7 @@ _JOINS: Final = ("fuse_qkv_projections", "unfuse_qkv_projections")
 """With these, attentions begin or cease to run copies of their weights without the adapters on them."""
 _MERGES: Final = ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload")
 """Methods of PEFT's tuners that put adapters into weights, and take wrappers off."""
+_PUT_IN: Final = ("fuse_lora", "merge_adapter", "merge_and_unload")
 _WRITES: Final = ("fuse_lora", "unfuse_lora", *_MERGES)
 """What PEFT does through `weight.data`; and so does loading with `hotswap`."""
 _MODEL_METHODS: Final = (
@@ -392,6 +393,7 @@ class LoraObserver(Observer):
 
         def after(result: object, error: BaseException | None) -> None:
             self.session.heard_loras = True
+            self.session.heard_fusing |= method in _PUT_IN
             stack.leave(stage, error)
             stage.fact("method", method)
             if after_step is not None:

@@ -301,18 +301,22 @@ def begin_idle_lora_findings(
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
 
 
-def fused_and_gone(pipeline: object, loras: Loras, *, is_heard: bool) -> list[dict[str, Any]]:
+def fused_and_gone(
+    pipeline: object, loras: Loras, is_heard: bool, is_fusing_heard: bool
+) -> list[dict[str, Any]]:
     """That LoRAs were fused which no layer has merged, where none acts: the weights do not tell of them.
 
     Args:
         pipeline: What was called.
         loras: As `loras_of` gives them now.
-        is_heard: Whether LoRAs were changed in the watch: that tells what became of those that are there, and of the last one.
+        is_heard: Whether LoRAs were changed in the watch: that tells what became of the last one.
+        is_fusing_heard: Whether some were fused in it: that tells with which strength. Of those that were fused before, and are
+            no longer merged, nobody knows whether all was taken out.
     """
     if (is_heard and not loras) or any(lora["active"] for lora in loras.values()):
         return []
     listed = attribute(pipeline, "fused_loras")
-    known = {name.partition(".")[2] for name, lora in loras.items() if is_heard or lora.get("merged")}
+    known = {name.partition(".")[2] for name, lora in loras.items() if is_fusing_heard or lora.get("merged")}
     is_list = isinstance(listed, set | frozenset | list | tuple)
     gone = sorted({*map(str, listed)} - known) if is_list else []
     elsewhere = [] if gone or is_heard else _fused_elsewhere(pipeline, loras)

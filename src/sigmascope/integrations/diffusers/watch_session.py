@@ -91,7 +91,7 @@ class Session:
         self._ending: list[StageStack] = []
         self.arrivals = Arrivals()
         self.has_stages = False
-        self.heard_loras = False
+        self.heard_loras = self.heard_fusing = False
         self._load: Load | None = None
         self._own_time = OwnTime(self.recorder.clock)
 

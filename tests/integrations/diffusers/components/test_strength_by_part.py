@@ -127,6 +127,22 @@ def test_what_a_method_of_the_denoiser_takes_off_still_acts_in_the_text_encoder(
     assert strength is None or float(strength[1]) == pytest.approx(share(pipeline.text_encoder), abs=0.5)
 
 
+@pytest.mark.parametrize(("scale", "acts"), [(0.5, False), (1.0, True)])
+def test_what_a_call_takes_out_of_the_weights_is_scaled_by_the_call(scale: float, acts: bool) -> None:
+    """After a call with scale 0 diffusers sets the strength to 1, and PEFT takes out with what is set in the call."""
+    pipeline = make_pipeline("flux")
+    state = lora_state(pipeline, ["transformer"], size=0.3)
+    bare = generate(pipeline, "flux", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(state, adapter_name="a")
+        pipeline.fuse_lora(lora_scale=0.5)
+        generate(pipeline, "flux", num_inference_steps=1, joint_attention_kwargs={"scale": 0.0})
+        pipeline.disable_lora()
+        picture = generate(pipeline, "flux", num_inference_steps=1, joint_attention_kwargs={"scale": scale})
+    assert torch.allclose(picture, bare, atol=1e-5) is not acts
+    assert (acting_lora(watching.record()) is not None) is acts
+
+
 def test_what_another_pipeline_of_the_same_models_took_off_is_not_said_to_act() -> None:
     """It is heard of the denoiser alone that it was taken off."""
     pipeline = make_pipeline("sd15")

@@ -742,6 +742,36 @@ def test_a_fused_lora_may_act_beside_one_that_was_loaded_later_and_is_off(name: 
     assert found.words in ("unknown", "acts")
 
 
+def test_zeros_that_were_fused_are_nothing_that_stays_in_the_weights() -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    state = lora_state(pipeline, ["unet"], size=0.0)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(state, adapter_name="style")
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+        assert torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "does nothing"
+
+
+def test_what_a_call_takes_out_that_was_fused_before_the_watch_may_not_be_what_was_put_in() -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    state = lora_state(pipeline, ["unet"], size=0.3)
+    pipeline.load_lora_weights(dict(state), adapter_name="style")
+    pipeline.fuse_lora(lora_scale=0.0)
+    pipeline.set_adapters("style", 1.0)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.disable_lora()
+        moved = not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    assert moved
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "unknown"
+
+
 @pytest.mark.parametrize("then", ["disable_lora", "unfuse_lora", "unload_lora_weights"])
 def test_nan_that_was_fused_stays_in_the_weights(then: str) -> None:
     pipeline = make_pipeline("sd15")
