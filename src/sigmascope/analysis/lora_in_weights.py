@@ -1,6 +1,7 @@
 """What LoRAs leave in the weights of a run's models: what is merged stays there when its layers are taken off."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from sigmascope.analysis.lora_facts import (
@@ -108,10 +109,12 @@ def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
 
 
 def _merged_zeros(stages: Sequence[Stage], side: str) -> bool:
-    """Whether all that was merged on a side when it was last looked at changes nothing."""
-    for stage in reversed(stages):
-        loras = mapping(mapping(mapping(stage.facts.get(FACT)).get(f"{side}_lora_patches")).get("loras"))
-        merged = [lora for lora in map(mapping, loras.values()) if "merged" in mapping(lora.get("states"))]
-        if merged:
-            return all(lora.get("delta_norm") == 0.0 for lora in merged)
-    return False
+    """Whether all that was merged on a side, at another strength than 0, changes nothing."""
+    analyses = (mapping(stage.facts.get(FACT)) for stage in stages)
+    each = (mapping(mapping(one.get(f"{side}_lora_patches")).get("loras")).values() for one in analyses)
+    merged = [
+        lora
+        for lora in map(mapping, chain.from_iterable(each))
+        if "merged" in mapping(lora.get("states")) and any(range_of(lora.get("strengths")) or ())
+    ]
+    return bool(merged) and all(lora.get("delta_norm") == 0.0 for lora in merged)

@@ -108,9 +108,8 @@ def _open_change(run: Run) -> str | None:
 
 
 def _fused_before(run: Run) -> str | None:
-    """That nobody knows whether a LoRA acts which the pipeline of the last call lists as fused."""
-    calls = [stage for stage in run.walk() if RECIPE in stage.facts]
-    told = _lists_fused(calls[-1]) if calls else None
+    """That nobody knows whether a LoRA acts which the pipeline of a call listed as fused."""
+    told = next((one for stage in run.walk() if (one := _lists_fused(stage))), None)
     return None if told is None else str(told["message"])
 
 
@@ -496,12 +495,14 @@ def _acts_beside(run: Run, change: Stage) -> bool:
 
 
 def _is_off_since(run: Run, change: Stage) -> bool:
-    """Whether all that a change left was off in the last call since, as PEFT unmerges what is disabled."""
+    """Whether all that a change left was off in the last call since that had it, as PEFT unmerges what is disabled."""
     stages = [*run.walk()]
-    calls = [stage for stage in stages[stages.index(change) + 1 :] if RECIPE in stage.facts]
-    loras = loras_in_call(calls[-1]) if calls else {}
     only_on = change.facts.get(ONLY_ON)
-    own = [lora for name, lora in loras.items() if only_on in (None, name.partition(".")[0])]
+    calls = (
+        [lora for name, lora in loras_in_call(call).items() if only_on in (None, name.partition(".")[0])]
+        for call in reversed(stages[stages.index(change) + 1 :])
+    )
+    own = next(filter(None, calls), [])
     return bool(own) and not any(lora.get("active") for lora in own)
 
 
