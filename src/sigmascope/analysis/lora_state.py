@@ -358,7 +358,8 @@ def _spoiling(run: Run) -> Mapping[str, Any]:
 def _spoilt_for_good(run: Run) -> Mapping[str, Any]:
     """The finding that NaN or Inf was merged into weights: taking it out again leaves NaN."""
     merging = (stage for stage in run.walk() if str(stage.facts.get("method")).startswith(MERGING))
-    told = (_spoilt(mapping(stage.facts.get(FACT)).get("findings")) for stage in merging)
+    merged = (one for stage in merging if strengths_in_weights(one := mapping(stage.facts.get(FACT))))
+    told = (_spoilt(one.get("findings")) for one in merged)
     return next((one for one in told if one.get("id") == "lora_not_finite"), {})
 
 
