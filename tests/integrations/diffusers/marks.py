@@ -1,6 +1,7 @@
 """Everything that a watch could leave on a pipeline, on what it is made of, and on their classes."""
 
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,3 +70,11 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
             yield name, id(value) if callable(value) else type(value)
         else:
             yield name, type(value)
+
+
+def staying(before: set[threading.Thread]) -> set[threading.Thread]:
+    """The threads that have begun since and do not end by themselves: one that was told to needs its turn for it."""
+    begun = {*threading.enumerate()} - before
+    for thread in begun:
+        thread.join(timeout=10)
+    return {thread for thread in begun if thread.is_alive()}

@@ -2,7 +2,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.integrations.diffusers.marks import left_behind
+from tests.integrations.diffusers.marks import left_behind, staying
 
 from sigmascope import load_run
 from sigmascope.integrations.autostart import say
@@ -66,7 +66,7 @@ def test_ctrl_c_while_a_recording_ends_leaves_no_watch_open(
         recording.end()
     assert left_behind() == []
     assert current_recorder() is None
-    assert {*threading.enumerate()} <= threads
+    assert staying(threads) == set()
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_a_recording_that_cannot_begin_leaves_no_watch_behind(
     with pytest.raises(failure, match="just now"):
         Recording(Settings(output="run.json"), str(tmp_path), say, times=ImportTimes())
     assert left_behind() == before
-    assert {*threading.enumerate()} <= threads
+    assert staying(threads) == set()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.families import generate
-from tests.integrations.diffusers.marks import left_behind, marks
+from tests.integrations.diffusers.marks import left_behind, marks, staying
 from torch import Tensor
 
 import sigmascope
@@ -123,7 +123,7 @@ def test_ctrl_c_while_a_stage_is_closed_leaves_none_around_it_open(
         generate(pipeline, "sd15", num_inference_steps=1)
     assert left_behind() == []
     assert current_recorder() is None
-    assert {*threading.enumerate()} <= threads
+    assert staying(threads) == set()
 
 
 def test_a_watch_whose_own_end_fails_leaves_no_recorder(
@@ -137,7 +137,7 @@ def test_a_watch_whose_own_end_fails_leaves_no_recorder(
         monkeypatch.setattr(Session, "_close_left", fail)
     assert current_recorder() is None
     assert left_behind() == []
-    assert {*threading.enumerate()} <= threads
+    assert staying(threads) == set()
 
 
 def test_a_run_that_an_exception_left_is_not_complete(pipeline: Any) -> None:
