@@ -39,7 +39,6 @@ def left_in_weights(run: Run) -> list[str]:
     left = [
         name
         for stage in run.walk()
-        if stage.facts.get("method") in TAKE_OFF
         for name, side in names_of_sides(stage)
         if _stays_in_weights(run, stage, side)
     ]

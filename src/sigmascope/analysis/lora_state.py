@@ -18,6 +18,7 @@ from sigmascope.analysis.lora_facts import (
     names_of_sides,
     patches_in,
     range_of,
+    sides_of,
 )
 from sigmascope.analysis.lora_in_weights import is_in_weights, left_in_weights, strengths_in_weights
 from sigmascope.analysis.rules import Seen, rule
@@ -151,7 +152,7 @@ def _lost_in_merging(run: Run) -> str | None:
     """That next to nothing arrived of LoRAs that are in the weights alone, if that is so."""
     for stage in reversed([*run.walk()]):
         analysis = mapping(stage.facts.get(FACT))
-        sides = [mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+        sides = sides_of(analysis)
         if not any(side.get("total_patched_keys") for side in sides):
             continue
         states = {
@@ -278,9 +279,11 @@ def _calls_beside_it(run: Run) -> int:
 
 def _is_beside_weights(analysis: Mapping[str, Any]) -> bool:
     """Whether LoRAs act that are layers of their own, and none that is in the weights."""
-    sides = (mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip"))
     states = {
-        state for side in sides for lora in acting_in(side).values() for state in mapping(lora.get("states"))
+        state
+        for side in sides_of(analysis)
+        for lora in acting_in(side).values()
+        for state in mapping(lora.get("states"))
     }
     return LAZY in states and states <= {LAZY, *IDLE}
 
@@ -559,7 +562,7 @@ def _on_arriving(run: Run, change: Stage) -> list[Mapping[str, Any]]:
     stages = [*run.walk()]
     for stage in reversed(stages[stages.index(change) :]):
         analysis = mapping(stage.facts.get(FACT))
-        sides = [mapping(analysis.get(f"{side}_lora_patches")) for side in ("unet", "clip")]
+        sides = sides_of(analysis)
         if any(side.get("total_patched_keys") for side in sides):
             told = map(mapping, analysis.get("findings") or ())
             return [finding for finding in told if finding.get("id") in ON_ARRIVING]

@@ -742,14 +742,18 @@ def test_a_fused_lora_may_act_beside_one_that_was_loaded_later_and_is_off(name: 
     assert found.words in ("unknown", "acts")
 
 
+def state_with_nan(pipeline: Any) -> dict[str, Tensor]:
+    state = lora_state(pipeline, ["unet"], size=0.3)
+    next(tensor for name, tensor in state.items() if "lora_B" in name).view(-1)[0] = torch.nan
+    return state
+
+
 def test_nan_that_was_beside_the_weights_is_gone_with_its_lora() -> None:
     """Fusing in the text encoder puts nothing into the denoiser's weights."""
     pipeline = make_pipeline("sd15")
     state = lora_state(pipeline, ["unet"], size=0.3)
-    with_nan = {name: tensor.clone() for name, tensor in state.items()}
-    next(tensor for name, tensor in with_nan.items() if "lora_B" in name).view(-1)[0] = torch.nan
     with sigmascope.watch(pipeline) as watching:
-        pipeline.load_lora_weights(with_nan, adapter_name="style")
+        pipeline.load_lora_weights(state_with_nan(pipeline), adapter_name="style")
         pipeline.fuse_lora(components=["text_encoder"])
         pipeline.load_lora_weights(state, adapter_name="style", hotswap=True)
         picture = generate(pipeline, "sd15", num_inference_steps=1)
@@ -792,10 +796,8 @@ def test_what_a_call_takes_out_that_was_fused_before_the_watch_may_not_be_what_w
 @pytest.mark.parametrize("then", ["disable_lora", "unfuse_lora", "unload_lora_weights"])
 def test_nan_that_was_fused_stays_in_the_weights(then: str) -> None:
     pipeline = make_pipeline("sd15")
-    state = lora_state(pipeline, ["unet"], size=0.3)
-    next(tensor for name, tensor in state.items() if "lora_B" in name).view(-1)[0] = torch.nan
     with sigmascope.watch(pipeline) as watching:
-        pipeline.load_lora_weights(state, adapter_name="style")
+        pipeline.load_lora_weights(state_with_nan(pipeline), adapter_name="style")
         pipeline.fuse_lora()
         getattr(pipeline, then)()
         picture = generate(pipeline, "sd15", num_inference_steps=1)
