@@ -31,6 +31,19 @@ _Factors = tuple[Tensor, Tensor]
 Merged = Iterable[tuple[Tensor, Sequence[AppliedPatch]]]
 
 
+class _PlainFactors:
+    """`_plain_factors` of each change, looked for once; those that are known of a block around are."""
+
+    def __init__(self, outer: "_PlainFactors | None" = None) -> None:
+        self._known: dict[tuple[int, object, object], _Factors | None] = {**outer._known} if outer else {}
+
+    def __call__(self, patch: AppliedPatch) -> _Factors | None:
+        key = id(patch.tensors), patch.adapter_type, patch.offset
+        if key not in self._known:
+            self._known[key] = _plain_factors(patch)
+        return self._known[key]
+
+
 class _Known(NamedTuple):
     """What was calculated, of changes without their strengths, by the ids of their tensors and of weights.
 
@@ -39,15 +52,17 @@ class _Known(NamedTuple):
         weights: ‖W‖.
         inner: <W, ΔWᵢ>.
         elements: Those of ΔWᵢ that samples take, on the CPU.
+        factors: Of each change, if it is up · down and nothing else.
     """
 
     products: Mapping[tuple[int, int], float]
     weights: Mapping[int, float]
     inner: Mapping[tuple[int, int], float]
     elements: Mapping[int, Tensor]
+    factors: _PlainFactors
 
 
-_NOTHING: Final = _Known({}, {}, {}, {})
+_NOTHING: Final = _Known({}, {}, {}, {}, _PlainFactors())
 _KNOWN: ContextVar[_Known] = ContextVar("sigmascope_norms_at_once", default=_NOTHING)
 
 
@@ -64,16 +79,16 @@ def norms_at_once(
         weights: Likewise.
         merged: Weights with what may be in them.
     """
-    plain = _PlainFactors()
-    inside = [(weight, _each_once(patches)) for weight, patches in merged]
     outer = _KNOWN.get()
+    plain = _PlainFactors(outer.factors)
+    inside = [(weight, _each_once(patches)) for weight, patches in merged]
     new = (patches for patches in changes if not _are_known(patches, outer.products))
     products = {**outer.products, **(attempt(lambda: _products(new, plain)).value or {})}
     norms = {**outer.weights, **(attempt(lambda: _weight_norms(weights)).value or {})}
     inner = attempt(lambda: _inner_products(inside, plain)).value or {}
     of_changes = (patch for _, patches in inside for patch in patches)
     elements = attempt(lambda: _elements(of_changes, plain)).value or {}
-    token = _KNOWN.set(_Known(products, norms, inner, elements))
+    token = _KNOWN.set(_Known(products, norms, inner, elements, plain))
     try:
         yield
     finally:
@@ -125,19 +140,6 @@ def known_norm_of_sum(patches: Sequence[AppliedPatch]) -> float | None:
     lengths = sqrt(sum(weight**2 * max(products[i, i], 0.0) for i, weight in zip(ids, weights, strict=True)))
     norm = sqrt(max(total, 0.0))
     return norm if norm > CANCELLATION_SHARE * lengths else None
-
-
-class _PlainFactors:
-    """`_plain_factors` of each change, looked for once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, object, object], _Factors | None] = {}
-
-    def __call__(self, patch: AppliedPatch) -> _Factors | None:
-        key = id(patch.tensors), patch.adapter_type, patch.offset
-        if key not in self._known:
-            self._known[key] = _plain_factors(patch)
-        return self._known[key]
 
 
 def _products(

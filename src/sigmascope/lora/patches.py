@@ -16,7 +16,8 @@ A patch that is a product is not formed: `factors_of` gives it as two factors, s
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
-from typing import Final
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +52,7 @@ _ROUNDING_SHARE: Final = 1e-13
 _MAX_COMPARED_RANK: Final = 2048  # above, the bases take seconds a weight
 
 
-@dataclass(frozen=True, slots=True)
-class Sorted:
+class Sorted(NamedTuple):
     """The changes of one weight, sorted.
 
     Attributes:
@@ -71,13 +71,16 @@ def sort_patches(patches: Sequence[AppliedPatch]) -> Sorted:
     """
     acting: list[AppliedPatch] = []
     left_out: dict[str, None] = {}
-    for patch in sorted(patches, key=lambda patch: patch.index):
+    for patch in sorted(patches, key=_INDEX) if len(patches) > 1 else patches:
         reason = _why_idle(patch)
         if reason is None:
             acting.append(patch)
         else:
             left_out[reason] = None
     return Sorted(tuple(acting), tuple(left_out))
+
+
+_INDEX: Final = attrgetter("index")
 
 
 def _why_idle(patch: AppliedPatch) -> str | None:
@@ -280,7 +283,10 @@ def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
 
 def is_product(patch: AppliedPatch) -> bool:
     """Whether a change is up · down and nothing else."""
-    return patch.adapter_type == "lora" and {"up", "down"} <= patch.tensors.keys()
+    return patch.adapter_type == "lora" and patch.tensors.keys() >= _FACTORS
+
+
+_FACTORS: Final = frozenset({"up", "down"})
 
 
 def own_shape(patch: AppliedPatch) -> Shape:

@@ -33,9 +33,12 @@ class Standing(NamedTuple):
     cause: PatchCause | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AppliedPatch:
     """One change to one weight. It holds the host's own tensors: let go of it when they have been looked at.
+
+    Nothing writes into one: `replaced` makes another. It is not frozen, since a look makes thousands, and a frozen one
+    takes three times as long to make.
 
     Attributes:
         key: The weight's name in the model's state dict, as it would be without any wrapper of an adapter.

@@ -745,7 +745,7 @@ def _places(tree: ModuleTree) -> _Places:
         indices = tree.indices()
         walked = ((name, indices.get(id(module))) for name, module in _walk(tree.modules[0]))
         return [(name, index) for name, index in walked if index is not None]
-    inner_of = dict(_wrapping(tree))
+    inner_of = _wrapping(tree)
     names: list[str | None] = [""]
     for parent, own in zip(shape.parents[1:], shape.own_names[1:], strict=True):
         start, wrapped_name = names[parent], inner_of.get(parent)
@@ -760,12 +760,16 @@ def _places(tree: ModuleTree) -> _Places:
 
 def _places_of_layers(tree: ModuleTree) -> _Places:
     places: _Places = tree.derive("adapted modules", partial(_places, tree))
-    wrapping = {index for index, _ in _wrapping(tree)}
+    wrapping = _wrapping(tree)
     return [(name, index) for name, index in places if index in wrapping]
 
 
-def _wrapping(tree: ModuleTree) -> Iterator[tuple[int, str]]:
+def _wrapping(tree: ModuleTree) -> dict[int, str]:
     """Where layers of adapters are, and the name of what each wraps."""
+    return tree.derive("layers around others", lambda: dict(_found_wrapping(tree)))
+
+
+def _found_wrapping(tree: ModuleTree) -> Iterator[tuple[int, str]]:
     shape = tree.shape
     around = [place for place, own in zip(shape.parents, shape.own_names, strict=True) if own in _WRAPPED]
     for place in sorted({*around}):

@@ -463,7 +463,8 @@ def _norms_of(weights: Mapping[str, Tensor]) -> dict[str, float | None]:
     few = sum(weight.nbytes for weight in weights.values()) <= _MOST_BYTES_READ
     if not few or any(weight.device.type != "cpu" for weight in weights.values()):
         return {}
-    return {key: attempt(partial(weight_norm, weight)).value for key, weight in weights.items()}
+    with norms_at_once((), weights.values()):
+        return {key: attempt(partial(weight_norm, weight)).value for key, weight in weights.items()}
 
 
 _MOST_BYTES_READ: Final = 2**28

@@ -11,7 +11,7 @@ What was fused into a weight is looked for in a thousand elements of it (`explai
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import fsum, isfinite, prod
 from typing import Final, NamedTuple
@@ -41,6 +41,7 @@ from sigmascope.probes.fingerprints import (
 )
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.probes.tensors import place_of
+from sigmascope.replaced import replaced
 
 MOST_KEPT_BYTES: Final = 512 << 20
 _CANCELLED: Final = 1e-9
@@ -88,7 +89,7 @@ def keep_patches(
         if patch.state == "failed":
             continue
         if patch.state == "merged" and patch.key in unmerged:
-            patch = replace(patch, state="registered")
+            patch = replaced(patch, state="registered")
         places = {part: place_of(tensor) for part, tensor in patch.tensors.items()}
         new = {place: patch.tensors[part] for part, place in places.items() if place not in copies}
         size = sum(tensor.nbytes for tensor in new.values())
@@ -96,12 +97,12 @@ def keep_patches(
         if made is None or made.value is None:
             why = made.reason if made else f"the baseline keeps {most_bytes >> 20} MiB of factors, not these"
             unavailable = {**patch.unavailable, "tensors": why or "they could not be copied"}
-            kept.append(replace(patch, tensors={}, unavailable=unavailable))
+            kept.append(replaced(patch, tensors={}, unavailable=unavailable))
             left.append((key_of(kept[-1]), patch))
             continue
         room -= size
         copies |= made.value
-        kept.append(replace(patch, tensors={part: copies[place].tensor for part, place in places.items()}))
+        kept.append(replaced(patch, tensors={part: copies[place].tensor for part, place in places.items()}))
     prints = begin_fingerprints(_tensors_of(left))
     outlines = [_Outline(key, tuple(patch.tensors)) for key, patch in left]
     whole = tuple(kept)
@@ -268,7 +269,7 @@ def at_weight(patch: AppliedPatch, weight: float) -> AppliedPatch:
     """A patch that acts with strength · alpha / rank equal to `weight`."""
     if patch.state == "lazy" and patch.strength == weight and patch.scale == 1.0:
         return patch
-    return replace(patch, state="lazy", strength=weight, scale=1.0)
+    return replaced(patch, state="lazy", strength=weight, scale=1.0)
 
 
 def joined(*sums: Sequence[AppliedPatch], contents: Contents) -> tuple[AppliedPatch, ...]:
@@ -309,7 +310,7 @@ def net_effect(net: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
     bare = _without_factors(net)
     if bare is not None:
         return _unknown(bare, weight)
-    in_order = [p if p.index == index else replace(p, index=index) for index, p in enumerate(net)]
+    in_order = [p if p.index == index else replaced(p, index=index) for index, p in enumerate(net)]
     return effect_of(in_order, weight)
 
 
@@ -382,7 +383,8 @@ class _Elements(NamedTuple):
 def _elements(weight: SampledContent) -> _Elements:
     before, after = (as_float64(sample).cpu() for sample in weight.samples)
     units = [at_weight(patch, 1.0) for patch in weight.known if not needs_weight(patch) and patch.tensors]
-    expected = sum((elements_of(patch, weight.shape) for patch in weight.expected), torch.zeros_like(before))
+    added = [elements_of(patch, weight.shape) for patch in weight.expected]
+    expected = sum(added[1:], added[0]) if added else torch.zeros_like(before)
     return _Elements(before, after, expected, units, [elements_of(unit, weight.shape) for unit in units])
 
 

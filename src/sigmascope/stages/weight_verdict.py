@@ -7,7 +7,7 @@ changes were merged into, the norm that it had before follows from the merged we
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Final
 
@@ -21,6 +21,7 @@ from sigmascope.lora.norms_at_once import known_inner_product, known_weight_norm
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import Reading, attempt
+from sigmascope.replaced import replaced
 from sigmascope.stages.schema import OutsideLora, ValueChange, as_dict
 from sigmascope.stages.signed_patches import (
     Contents,
@@ -282,7 +283,7 @@ def _by_books(weight: WeightEvidence) -> Effect | None:
             both = net_effect(joined(inside.net, beside.net, contents=weight.contents), None)
         return _with_weight_norm(weight, both, of_content, inside.net)
     if inside.before or not beside.is_nothing or inside.unread:
-        return signed_effect(replace(inside, unread=inside.unread or beside.unread or _WEIGHT_GONE), None)
+        return signed_effect(replaced(inside, unread=inside.unread or beside.unread or _WEIGHT_GONE), None)
     return signed_effect(inside, weight.original)
 
 
@@ -306,11 +307,11 @@ def with_norm(
         why = dict.fromkeys(("weight_norm", "relative_change"), reason)
         if norm == 0.0:
             del why["weight_norm"]
-        return replace(
+        return replaced(
             effect, relative_change=None, weight_norm=norm, unavailable={**effect.unavailable, **why}
         )
     known = {name: why for name, why in effect.unavailable.items() if name == "delta_norm"}
-    return replace(effect, relative_change=effect.delta_norm / norm, weight_norm=norm, unavailable=known)
+    return replaced(effect, relative_change=effect.delta_norm / norm, weight_norm=norm, unavailable=known)
 
 
 def _with_content(
@@ -333,14 +334,14 @@ def _with_content(
         else:  # the same, calculated already
             effect = by_books
         is_small = is_guess and _is_rounding(_share_of_weight(effect, weight.now), weight.now.dtype)
-        return replace(_found(effect, "patches"), within_rounding=is_small, inside=inner)
+        return replaced(_found(effect, "patches"), within_rounding=is_small, inside=inner)
     together = _sampled_together(weight) if beside.net is not None else None
     if together is not None and together.delta_norm is not None:
         return _Found(together, "sample", bool(inside.now))
     if by_books is not None and by_books.delta_norm is not None and beside.is_nothing:
         return _found(by_books, "patches")
     if by_books is not None:
-        return _Found(replace(by_books, predicted=False), None, bool(inside.now))
+        return _Found(replaced(by_books, predicted=False), None, bool(inside.now))
     why = dict.fromkeys(("delta_norm", "relative_change", "weight_norm"), _OLD_VALUES_GONE)
     return _Found(Effect(None, None, None, False, unavailable=why), None, False)
 
@@ -414,8 +415,8 @@ def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedP
     if norm is None or effect.delta_norm is None:
         reason = "the weight without the changes is gone"
         unavailable = {**effect.unavailable, "weight_norm": reason, "relative_change": reason}
-        return replace(effect, relative_change=None, weight_norm=None, unavailable=unavailable)
-    return replace(effect, relative_change=effect.delta_norm / norm, weight_norm=norm)
+        return replaced(effect, relative_change=None, weight_norm=None, unavailable=unavailable)
+    return replaced(effect, relative_change=effect.delta_norm / norm, weight_norm=norm)
 
 
 def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:
