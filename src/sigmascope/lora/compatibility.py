@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum, isfinite
 from os import PathLike
@@ -43,6 +43,7 @@ from sigmascope.lora.reader import lora_in
 from sigmascope.lora.verdict import Reason, unreadable
 from sigmascope.probes.peft import adapted_modules, own_tensors, wrapped
 from sigmascope.probes.reading import describe
+from sigmascope.replaced import replaced
 from sigmascope.units import counted, first_few
 
 _BIAS: Final = ".bias"
@@ -247,7 +248,7 @@ def _module_verdicts(
         unused_keys=lora.unused_keys,
         unavailable={} if values else {"values": "the numbers were not read, as asked"},
     )
-    return replace(verdict, findings=verdict_findings(verdict, keys))
+    return replaced(verdict, findings=verdict_findings(verdict, keys))
 
 
 def is_of_no_bias(lora: LoraFile, name: str, placed: Collection[str]) -> bool:
@@ -524,10 +525,10 @@ def _module_verdict(
     module = ModuleVerdict(name, facts.kind, facts.weight_shape, _part_of(name), facts.rank)
     keys = placing.keys.get(name, ())
     if keys and name not in placing.misfits and not reasons.is_of_controlnet(name):
-        return replace(module, layers=keys, model_shape=tuple(shapes[keys[0]]))
+        return replaced(module, layers=keys, model_shape=tuple(shapes[keys[0]]))
     why = reasons.explain(name)
     misfit = placing.misfits.get(name)
-    return replace(
+    return replaced(
         module,
         model_shape=None if misfit is None else misfit.model,
         reason=why.reason,
@@ -545,17 +546,17 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, stated: "_Stated") -> Mo
             alpha, rank = lora.alpha_of(name), lora.rank_of(name) or 1
             scale = scale_of_factors(alpha, rank, lora.shape_of(name))
             norm = abs(scale) * product
-            return replace(
+            return replaced(
                 module, finite=True, norm=norm, alpha=stated.alpha(name, alpha, rank, scale), scale=scale
             )
         change = lora.change(name)
         norm_there = norm_without_base(change)
         if not isinstance(change, LoraFactors):
-            return replace(module, finite=True, norm=norm_there)
+            return replaced(module, finite=True, norm=norm_there)
     except NonFiniteError:
-        return replace(module, finite=False)
+        return replaced(module, finite=False)
     alpha_there = stated.alpha(name, change.alpha, change.rank, change.scale)
-    return replace(module, finite=True, norm=norm_there, alpha=alpha_there, scale=change.scale)
+    return replaced(module, finite=True, norm=norm_there, alpha=alpha_there, scale=change.scale)
 
 
 class _Stated:

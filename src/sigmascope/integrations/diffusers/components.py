@@ -56,11 +56,9 @@ from sigmascope.probes.models import (
     key_facts,
     loadable_parts,
     modules_in,
-    own_buffers,
-    own_parameters,
     unwrap,
 )
-from sigmascope.probes.module_tree import one_look
+from sigmascope.probes.module_tree import one_look, tree_of
 from sigmascope.probes.reading import attempt, keeping_words
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
@@ -538,10 +536,8 @@ class LoraModels:
 
 
 def _are_quickly_read(models: list[nn.Module]) -> bool:
-    """Whether all that models hold is on the CPU, and not much."""
-    modules = [module for model in models for module in modules_in(model)]
-    held = (tensor for module in modules for _, tensor in (*own_parameters(module), *own_buffers(module)))
-    tensors = {id(tensor): tensor for tensor in held}.values()
+    """Whether the weights of models are all on the CPU, and not much."""
+    tensors = {id(tensor): tensor for model in models for tensor in tree_of(model).tensors}.values()
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return nbytes <= _MOST_BYTES_READ and all(tensor.device.type == "cpu" for tensor in tensors)
 
