@@ -14,14 +14,8 @@ from typing import Any, Final
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
 from sigmascope.lora.file_family import title_of
-from sigmascope.lora.hosts import (
-    IN_NO_HOST,
-    PEFT_START,
-    ending_of,
-    kind_unread,
-    leaves_other_keys,
-    may_read,
-)
+from sigmascope.lora.host_findings import kind_unread
+from sigmascope.lora.hosts import IN_NO_HOST, PEFT_START, ending_of, leaves_other_keys, may_read
 from sigmascope.lora.module_names import is_of_controlnet
 from sigmascope.lora.verdict import MISMATCHES, Reason, verdict_finding
 from sigmascope.records.run import Finding

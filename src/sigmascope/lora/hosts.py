@@ -10,13 +10,11 @@ The factor differs where the hosts look for alpha in different places. ComfyUI r
 """
 
 import re
-import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from math import isfinite, isnan, nan
+from math import isnan, nan
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -34,11 +32,9 @@ from sigmascope.lora.formats import DIFF_M, MODULATION, NORM_SCALE, is_attention
 from sigmascope.lora.layer_names import to_diffusers, to_sgm
 from sigmascope.lora.module_names import flat, is_of_controlnet, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
-from sigmascope.lora.verdict import verdict_finding
-from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.units import counted
 
-__all__ = ["HOSTS", "HostReading", "host_readings", "loading_nothing", "readings_and_findings"]
+__all__ = ["HOSTS", "HostReading", "host_readings"]
 
 
 class Host(NamedTuple):
@@ -90,12 +86,6 @@ _ENDS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """What a loader looks for, and what `Reads.endings` calls it, by the kind of change."""
 _BIAS: Final = ".bias"
-_TO_FACTORS: Final = frozenset({"lora", "tucker", "loha", "lokr", "diff"})
-"""Kinds of change that become plain factors without the model."""
-_HELD_BY_PEFT: Final = frozenset({"lora", "tucker", "dora"})
-"""Kinds of change that PEFT's format holds without loss of any of their rank."""
-_WHOLE_RANK: Final = 9999
-"""Keeps all of a change; see `convert_lora`."""
 IN_NO_HOST: Final = {
     "boft_R": "PEFT's BOFT",
     "hra": "HRA",
@@ -142,7 +132,7 @@ class HostReading:
 
 
 @dataclass(frozen=True, slots=True)
-class _Module:
+class SeenModule:
     """A module of the denoiser or of a text encoder, as loaders see it.
 
     Attributes:
@@ -189,42 +179,27 @@ def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
     """
     with open_checkpoint(Path(path)) as checkpoint:
         lora = any_kind_in(checkpoint, check_finite=False)
-        return tuple(_reading(file) for file in _before_hosts(lora, checkpoint))
+        return tuple(reading_of(file) for file in before_hosts(lora, checkpoint))
 
 
-def readings_and_findings(
-    lora: LoraFile, checkpoint: Checkpoint
-) -> tuple[tuple[HostReading, ...], tuple[Finding, ...]]:
-    """`host_readings` of an open file, `lora_hosts_differ` if the newest hosts do not apply it alike, and alphas that none reads.
-
-    Args:
-        lora: As `any_kind_in` gives it.
-        checkpoint: The file.
-    """
-    files = _before_hosts(lora, checkpoint)
-    readings = tuple(_reading(file) for file in files)
-    differ = _host_findings(readings, files, checkpoint.path)
-    return readings, (*differ, *_unread_alpha(lora, checkpoint), *_unread_lokr_alpha(checkpoint))
-
-
-def _before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[_File, ...]":
+def before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[SeenFile, ...]":
     told = file_family(lora)
     if any(is_of_controlnet(lora.stored_names.get(name, name)) for name in lora.names):
-        return tuple(_File(host, family_named(None), told, (), (), len(lora.names), {}) for host in HOSTS)
+        return tuple(SeenFile(host, family_named(None), told, (), (), len(lora.names), {}) for host in HOSTS)
     is_plain = checkpoint.format != "gguf" and not checkpoint.dequantised
     family = family_named("sd15" if told.family is None and told.is_unet else told.family)
     modules = tuple(_modules(lora, checkpoint, family))
     encoders = tuple(_encoder_modules(lora, checkpoint, family))
     others = len(lora.names) - len(modules) - len(encoders)
-    configs = _configs(checkpoint)
+    configs = configs_of(checkpoint)
     return tuple(
-        _File(host, family, told, modules, encoders, others, configs, is_plain, lora.unused_keys)
+        SeenFile(host, family, told, modules, encoders, others, configs, is_plain, lora.unused_keys)
         for host in HOSTS
     )
 
 
-class _File(NamedTuple):
-    """A file before a host; see `_Module` and `_configs`. It is plain if its numbers are stored as they are.
+class SeenFile(NamedTuple):
+    """A file before a host; see `SeenModule` and `configs_of`. It is plain if its numbers are stored as they are.
 
     `unused` has the keys that belong to no module.
     """
@@ -232,15 +207,15 @@ class _File(NamedTuple):
     host: Host
     family: Family
     told: FileFamily
-    modules: Sequence[_Module]
-    encoders: Sequence[_Module]
+    modules: Sequence[SeenModule]
+    encoders: Sequence[SeenModule]
     others: int
     configs: Mapping[str, PeftConfig] | str
     is_plain: bool = True
     unused: Sequence[str] = ()
 
 
-def _configs(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str:
+def configs_of(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str:
     """What diffusers reads of the header, by component; why it cannot be read, if so."""
     if PEFT_CONFIGS not in checkpoint.metadata:
         return {}
@@ -250,7 +225,7 @@ def _configs(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str:
         return error.message
 
 
-def _reading(file: _File) -> HostReading:
+def reading_of(file: SeenFile) -> HostReading:
     if file.host.name == "comfyui":
         reading = _judged(file, file.modules, _comfyui, _comfyui_strengths)
     else:
@@ -266,7 +241,7 @@ def _reading(file: _File) -> HostReading:
     return replace(reading, unavailable={**reading.unavailable, **others}, encoders=encoders)
 
 
-def _of_one_naming(file: _File) -> Sequence[_Module]:
+def _of_one_naming(file: SeenFile) -> Sequence[SeenModule]:
     """The modules that diffusers looks at: of a file for SDXL with kohya's names of both kinds, those of its own (its issue 11062)."""
     both = [module for module in file.modules if module.start == "lora_unet_" and module.namings]
     namings = {naming for module in both for naming in module.namings}
@@ -276,10 +251,10 @@ def _of_one_naming(file: _File) -> Sequence[_Module]:
 
 
 def _judged(
-    file: _File,
-    modules: Sequence[_Module],
-    read: Callable[[_File], tuple[_Module, ...]],
-    scale: Callable[[_File, Sequence[_Module]], list[float]],
+    file: SeenFile,
+    modules: Sequence[SeenModule],
+    read: Callable[[SeenFile], tuple[SeenModule, ...]],
+    scale: Callable[[SeenFile, Sequence[SeenModule]], list[float]],
 ) -> HostReading:
     title, count = file.host.title, len(modules)
     try:
@@ -326,7 +301,7 @@ def leaves_other_keys(family: Family) -> bool:
     return family.in_diffusers is not None and family.in_diffusers.loader == "FluxLoraLoaderMixin"
 
 
-def _refused_key(file: _File) -> str | None:
+def _refused_key(file: SeenFile) -> str | None:
     """Why diffusers refuses a file that holds more than a LoRA, such as embeddings of words; None if it does not."""
     if file.host.name != "diffusers" or not file.unused or leaves_other_keys(file.family):
         return None
@@ -336,7 +311,7 @@ def _refused_key(file: _File) -> str | None:
     return f"it refuses files with keys such as {odd}, which do not contain “lora”"
 
 
-def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[_Module]:
+def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[SeenModule]:
     keys = frozenset(checkpoint.keys())
     wrapped = _wrapped(keys)
     for name in lora.names:
@@ -347,11 +322,11 @@ def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator
         own = PEFT_START + own if PEFT_START + own in wrapped else own
         start = next(start for start in _STARTS if own.startswith(start))
         path, facts = own[len(start) :], lora.facts_of(name)
-        dotted, namings = _namings(path, family, is_flat=start.endswith("_"))
+        dotted, namings = namings_of(path, family, is_flat=start.endswith("_"))
         yield _module(own, start, dotted, namings, facts, checkpoint, keys)
 
 
-def _encoder_modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[_Module]:
+def _encoder_modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[SeenModule]:
     keys = frozenset(checkpoint.keys())
     for name in lora.names:
         parsed, own = parse_name(name), name.removesuffix(_BIAS)
@@ -372,12 +347,12 @@ def _module(
     facts: ModuleFacts,
     checkpoint: Checkpoint,
     keys: frozenset[str],
-) -> _Module:
+) -> SeenModule:
     ending, alpha = ending_of(name, facts.kind, keys), None
     if f"{name}.alpha" in keys:
         stored = checkpoint.tensor(f"{name}.alpha")
         alpha, ending = (_one_nan(float(stored)), ending) if stored.numel() == 1 else (None, "other")
-    return _Module(name, start, path, namings, ending, facts.kind, facts.rank, alpha, facts.weight_shape)
+    return SeenModule(name, start, path, namings, ending, facts.kind, facts.rank, alpha, facts.weight_shape)
 
 
 def _wrapped(keys: frozenset[str]) -> frozenset[str]:
@@ -399,7 +374,7 @@ def ending_of(name: str, kind: str, keys: frozenset[str]) -> str:
     return f"{ending}+alpha" if scaled else ending
 
 
-def _namings(path: str, family: Family, *, is_flat: bool) -> tuple[str, frozenset[str]]:
+def namings_of(path: str, family: Family, *, is_flat: bool) -> tuple[str, frozenset[str]]:
     """The path with its dots, and in which of `Reads.naming` it is a layer's name."""
     if family.is_unet:
         dotted = (unflattened_denoiser(path) if is_flat else path) or path
@@ -430,7 +405,7 @@ def may_read(host: str, name: str, ending: str, family: Family) -> bool:
         family: Of the model.
     """
     start = next(start for start in _STARTS if name.startswith(start))
-    _, namings = _namings(name[len(start) :], family, is_flat=start.endswith("_"))
+    _, namings = namings_of(name[len(start) :], family, is_flat=start.endswith("_"))
     rows = [row for row in family.reads if row.host == host]
     return (
         not rows
@@ -453,18 +428,18 @@ def _names_of(row: Row) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "also", (row.also or row.original,)
 
 
-def _comfyui(file: _File) -> tuple[_Module, ...]:
+def _comfyui(file: SeenFile) -> tuple[SeenModule, ...]:
     """It looks up each name by itself."""
     _require_in_comfyui(file)
     return tuple(module for module in file.modules if _comfyui_takes(file.host, module, file.family))
 
 
-def _require_in_comfyui(file: _File) -> None:
+def _require_in_comfyui(file: SeenFile) -> None:
     if file.host.name == "comfyui" and file.family.in_comfyui_since not in (None, file.host.version):
         raise _Unknown(f"this version has no {file.family.title}")
 
 
-def _comfyui_takes(host: Host, module: _Module, family: Family) -> bool:
+def _comfyui_takes(host: Host, module: SeenModule, family: Family) -> bool:
     if module.ending.startswith("other"):
         raise _Unknown(f"tensors such as those of {module.name} were not measured")
     if module.ending == DIFF_M or module.ending in IN_NO_HOST:
@@ -485,17 +460,17 @@ def _comfyui_takes(host: Host, module: _Module, family: Family) -> bool:
     return bool(rows) and not (dotted_unet and family.loses("comfyui", "peft", module.path))
 
 
-def _comfyui_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
+def _comfyui_strengths(file: SeenFile, taken: Sequence[SeenModule]) -> list[float]:
     return [_comfyui_strength(module) for module in taken]
 
 
-def _comfyui_strength(module: _Module) -> float:
+def _comfyui_strength(module: SeenModule) -> float:
     if module.kind in ("oft", "boft", "glora"):
         raise _Unknown(f"{module.kind.upper()} has no such factor")
     return 1.0 if module.kind in ("diff", "set") else module.by_alpha
 
 
-def _diffusers(file: _File) -> tuple[_Module, ...]:
+def _diffusers(file: SeenFile) -> tuple[SeenModule, ...]:
     """It converts a file as a whole, so what was measured holds for files of one kind of names."""
     modules, family = file.modules, file.family
     endings, starts = {module.ending for module in modules}, {module.start for module in modules}
@@ -528,7 +503,7 @@ def _diffusers(file: _File) -> tuple[_Module, ...]:
     )
 
 
-def _as_configured(file: _File, modules: Sequence[_Module]) -> tuple[_Module, ...]:
+def _as_configured(file: SeenFile, modules: Sequence[SeenModule]) -> tuple[SeenModule, ...]:
     """What diffusers loads by the configuration in the header: nothing if that has other ranks, or names no layers.
 
     Which layers it names does not matter: PEFT takes those of the file.
@@ -539,24 +514,24 @@ def _as_configured(file: _File, modules: Sequence[_Module]) -> tuple[_Module, ..
     ranks = (
         (module.rank, config.rank_of(path))
         for module in modules
-        for path in _paths_in("diffusers", module, file.family)
+        for path in paths_in("diffusers", module, file.family)
     )
     fits = config.has_targets and all(own in (None, stated) for own, stated in ranks)
     return tuple(modules) if fits else ()
 
 
-def _require_known(modules: Sequence[_Module], family: Family) -> None:
+def _require_known(modules: Sequence[SeenModule], family: Family) -> None:
     lost = next((module.name for module in modules if not module.namings), None)
     if lost is not None:
         raise _Unknown(f"{lost} is no known layer of {family.title}")
 
 
-def _any_of(layers: str | None, modules: Sequence[_Module]) -> bool:
+def _any_of(layers: str | None, modules: Sequence[SeenModule]) -> bool:
     """Whether a regular expression for layers, as in `Reads`, is that of one of the modules."""
     return layers is not None and any(re.fullmatch(layers, module.path) for module in modules)
 
 
-def _has_whole_blocks(row: Reads, modules: Sequence[_Module]) -> bool:
+def _has_whole_blocks(row: Reads, modules: Sequence[SeenModule]) -> bool:
     blocks: dict[str, set[str]] = {}
     for _, number, layer in (module.path.split(".", 2) for module in modules):
         blocks.setdefault(number, set()).add(layer)
@@ -566,7 +541,7 @@ def _has_whole_blocks(row: Reads, modules: Sequence[_Module]) -> bool:
 
 
 def _rows(
-    host: str, start: str, ending: str, modules: Sequence[_Module], family: Family
+    host: str, start: str, ending: str, modules: Sequence[SeenModule], family: Family
 ) -> tuple[Reads, ...]:
     return tuple(
         row
@@ -577,23 +552,21 @@ def _rows(
     )
 
 
-def _diffusers_leaves_out(row: Reads, module: _Module, family: Family) -> bool:
+def _diffusers_leaves_out(row: Reads, module: SeenModule, family: Family) -> bool:
     down = {"A": "lora_A", "down": "lora_down"}.get(module.ending.partition("+")[0])
     lost = {"diffusion_model.": ("comfyui", module.path), "lora_unet_": ("kohya", flat(module.path))}
     format, path = lost.get(module.start, ("", ""))
     return _any_of(row.leaves_out, [module]) or family.loses("diffusers", format, path, down)
 
 
-def _diffusers_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
+def _diffusers_strengths(file: SeenFile, taken: Sequence[SeenModule]) -> list[float]:
     modules, family = file.modules, file.family
     config = _config(file, family.component)
     has_alphas = any(module.alpha is not None for module in taken)
     if config is not None and has_alphas:
         raise _Unknown("it has alphas in its header and beside its factors")
     if config is not None:
-        return [
-            _by_config(config, _paths_in("diffusers", module, family)[0], module.rank) for module in taken
-        ]
+        return [_by_config(config, paths_in("diffusers", module, family)[0], module.rank) for module in taken]
     if not taken:
         return []
     row = _rows("diffusers", taken[0].start, taken[0].ending, modules, family)[0]
@@ -615,7 +588,7 @@ _OWN_START: Final = "transformer."
 """How diffusers' own names for a transformer begin: it converts none, and folds no alpha."""
 
 
-def _by_pattern(taken: Sequence[_Module]) -> list[float]:
+def _by_pattern(taken: Sequence[SeenModule]) -> list[float]:
     """As diffusers hands alphas that it does not fold to PEFT: the first, and others by the ends of names, of which the first counts.
 
     So the alpha of `proj_out` is also that of `single_transformer_blocks.0.proj_out`.
@@ -638,7 +611,7 @@ def _ends(path: str) -> Iterator[str]:
         path = path.partition(".")[2]
 
 
-def _config(file: _File, component: str) -> PeftConfig | None:
+def _config(file: SeenFile, component: str) -> PeftConfig | None:
     if isinstance(file.configs, str):
         raise _Unknown(file.configs)
     return file.configs.get(component, file.configs.get(""))
@@ -649,14 +622,14 @@ def _by_config(config: PeftConfig, path: str, rank: int | None) -> float:
     return 1.0 if scale is None else scale
 
 
-def _of_unet(module: _Module, usual_alpha: float | None) -> float:
+def _of_unet(module: SeenModule, usual_alpha: float | None) -> float:
     """See `formats.alphas_mislead`: attention is scaled by the alpha that most modules have."""
     if usual_alpha is None or module.rank is None or not is_attention_projection(module.name):
         return module.by_alpha
     return scale_of(usual_alpha, module.rank)
 
 
-def _of_encoders(file: _File) -> tuple[_Module, ...]:
+def _of_encoders(file: SeenFile) -> tuple[SeenModule, ...]:
     _require_in_comfyui(file)
     rows, known = _encoder_rows(file), _known_of_encoders(file)
     if file.host.name == "diffusers":
@@ -673,7 +646,7 @@ def _of_encoders(file: _File) -> tuple[_Module, ...]:
     return known
 
 
-def _encoder_rows(file: _File) -> list[EncoderReads]:
+def _encoder_rows(file: SeenFile) -> list[EncoderReads]:
     return [
         row
         for row in ENCODER_READS
@@ -681,7 +654,7 @@ def _encoder_rows(file: _File) -> list[EncoderReads]:
     ]
 
 
-def _known_of_encoders(file: _File) -> tuple[_Module, ...]:
+def _known_of_encoders(file: SeenFile) -> tuple[SeenModule, ...]:
     rows = _encoder_rows(file)
     return tuple(module for module in file.encoders if _encoder_row(module, rows))
 
@@ -695,24 +668,24 @@ recognised by the feed-forward layers.
 """
 
 
-def _told_by(module: _Module, known: Sequence[_Module]) -> str | None:
+def _told_by(module: SeenModule, known: Sequence[SeenModule]) -> str | None:
     """The layer from which diffusers learns what the names of a module's encoder are; None if it learns it from none."""
     tell = _TELL_NAMES[module.ending.partition("+")[0]]
     paths = [other.path for other in known if other.namings == module.namings]
     return next((layer for layer in tell if any(layer in path for path in paths)), None)
 
 
-def _is_refused(known: Sequence[_Module]) -> bool:
+def _is_refused(known: Sequence[SeenModule]) -> bool:
     """Whether diffusers refuses the file, since it cannot tell what an encoder's names are."""
     return any(_told_by(module, known) is None for module in known)
 
 
-def _is_lost(module: _Module, known: Sequence[_Module]) -> bool:
+def _is_lost(module: SeenModule, known: Sequence[SeenModule]) -> bool:
     """Whether diffusers does not find a module of an attention, as it took all names for those of other layers."""
     return "_self_attn_" in module.path and _told_by(module, known) == "_mlp_"
 
 
-def _encoder_row(module: _Module, rows: Sequence[EncoderReads]) -> bool:
+def _encoder_row(module: SeenModule, rows: Sequence[EncoderReads]) -> bool:
     return any(
         module.start in row.starts.split()
         and not module.namings.isdisjoint(row.encoders.split())
@@ -726,7 +699,7 @@ _KOHYA_SECOND: Final = "lora_te2_"
 """How kohya's names of a second text encoder begin. diffusers converts them for every U-Net, and leaves out what has no place."""
 
 
-def _goes_with_encoders(file: _File) -> bool:
+def _goes_with_encoders(file: SeenFile) -> bool:
     """Whether diffusers loads the denoiser's modules, for all that the file has for text encoders.
 
     For a U-Net and SD 3 it refuses a file, or loads nothing, if it has other names for a text encoder too.
@@ -753,7 +726,7 @@ _MEASURED_TOGETHER: Final[frozenset[tuple[bool, frozenset[_Way], str]]] = frozen
 """Kinds of names that a denoiser (a U-Net, or FLUX's) and its text encoders had in one file, and how the encoders' begin."""
 
 
-def _require_one_kind(file: _File) -> None:
+def _require_one_kind(file: SeenFile) -> None:
     """Leave open what diffusers makes of a file whose parts have names of different kinds: it converts a file as a whole."""
     ways = frozenset(
         (module.start.endswith("_"), module.ending.partition("+")[0])
@@ -768,7 +741,7 @@ def _require_one_kind(file: _File) -> None:
         raise _Unknown("such names of its denoiser and of its text encoders were not measured together")
 
 
-def _encoder_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
+def _encoder_strengths(file: SeenFile, taken: Sequence[SeenModule]) -> list[float]:
     if file.host.name == "comfyui":
         return _comfyui_strengths(file, taken)
     if isinstance(file.configs, str):
@@ -779,167 +752,6 @@ def _encoder_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
     if file.family.is_unet and len(set(factors)) > 1:
         raise _Unknown("alphas that differ were not measured for text encoders")
     return factors
-
-
-def _host_findings(
-    readings: Sequence[HostReading], files: "Sequence[_File]", path: Path
-) -> Iterator[Finding]:
-    first, second = _newest(readings)
-    endings = {module.ending for module in (*files[0].modules, *files[0].encoders)}
-    if endings and endings <= IN_NO_HOST.keys():
-        yield kind_unread(endings)
-    elif any(_differ(*pair) for pair in zip(first.parts, second.parts, strict=True)):
-        yield verdict_finding(
-            "lora_hosts_differ",
-            {"diffusers": first.taken, "comfyui": second.taken, "modules": first.modules},
-            first=_in_words(first),
-            second=_in_words(second),
-            how=_conversion(files, path),
-        )
-    elif refusing := loading_nothing(readings):
-        yield verdict_finding(
-            "lora_no_host",
-            {"hosts": ", ".join(refusing), "modules": first.modules},
-            hosts=" and ".join(refusing),
-            load="loads" if len(refusing) == 1 else "load",
-            how=_conversion(files, path),
-        )
-
-
-def kind_unread(endings: Collection[str]) -> Finding:
-    """That a file holds only kinds of change that no host applies.
-
-    Args:
-        endings: Of its modules, all of them among `IN_NO_HOST`.
-    """
-    kinds = [IN_NO_HOST[ending] for ending in sorted(endings)]
-    drop = " --drop_unsupported (which leaves out changes of biases)" if "ia3" in endings else ""
-    return verdict_finding(
-        "lora_kind_unread", {"kinds": ", ".join(kinds)}, kinds=" and ".join(kinds), drop=drop
-    )
-
-
-_HEADER_ALPHAS: Final = ("alpha", "lora_alpha", "network_alpha", "ss_network_alpha")
-_WHOLE_LOKR: Final = ".lokr_w1"
-_HEADER_RANKS: Final = ("rank", "lora_rank", "network_dim", "ss_network_dim")
-"""Fields of headers in which trainers note how a LoRA was trained. Loaders take alphas from tensors, or from PEFT's configuration."""
-
-
-def _unread_alpha(lora: LoraFile, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """That the header alone has the alpha that the LoRA was trained with, as that of MiniMax H3 Turbo (sglang's pull request 35952),
-    or PEFT's `adapter_config.json` beside the file (below ComfyUI's pull request 8094).
-    """
-    ranks = {name: own for name in lora.modules if (own := lora.rank_of(name)) is not None}
-    if not ranks or _configs(checkpoint) or any(key.endswith(".alpha") for key in checkpoint):
-        return
-    usual = Counter(ranks.values()).most_common(1)[0][0]
-    beside = read_configs(checkpoint.path, checkpoint.metadata).get("")
-    if beside is not None:
-        scales = Counter((lora.alpha_of(name) / own, own) for name, own in ranks.items())
-        (scale, own), _ = scales.most_common(1)[0]
-        by_root = beside.values.get("use_rslora") is True
-        whole = scale * (own**0.5 if by_root else own)
-        stated = f"PEFT's adapter_config.json beside the file has alpha {whole:g} for rank {own}"
-        if scale != 1.0:
-            stated += " with rsLoRA" if by_root else ""
-            yield _alpha_finding(whole, float(own), scale, stated, _BY_CONVERSION)
-        return
-    alpha = _first_number(checkpoint.metadata, _HEADER_ALPHAS)
-    rank = _first_number(checkpoint.metadata, _HEADER_RANKS) or float(usual)
-    if alpha is not None and alpha != rank and alpha not in ranks.values():
-        stated = f"The header has alpha {alpha:g} for rank {rank:g}"
-        yield _alpha_finding(alpha, rank, alpha / rank, stated, _BY_STRENGTH)
-
-
-_BY_CONVERSION: Final = (
-    "Convert the file, which puts it into the factors: sigmascope lora convert FILE NEW --format peft."
-)
-_BY_STRENGTH: Final = (
-    "If it is too strong or too weak, load it at strength {strength}. Of the header, diffusers reads this for MiniMax H3 alone, "
-    "ComfyUI never."
-)
-
-
-def _alpha_finding(alpha: float, rank: float, strength: float, stated: str, advice: str) -> Finding:
-    evidence: dict[str, JsonScalar] = {"alpha": alpha, "rank": rank, "strength": strength}
-    shown = f"{strength:.3g}"
-    advice = advice.format(strength=shown)
-    return verdict_finding("lora_alpha_unread", evidence, stated=stated, strength=shown, advice=advice)
-
-
-def _unread_lokr_alpha(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """That LoKr with two whole factors has an alpha that is not the rank, which LyCORIS writes there (ComfyUI's issue 15114)."""
-    rank = _first_number(checkpoint.metadata, _HEADER_RANKS)
-    whole = [key.removesuffix(_WHOLE_LOKR) for key in checkpoint if key.endswith(_WHOLE_LOKR)]
-    names = [name for name in whole if f"{name}.lokr_w2" in checkpoint and f"{name}.alpha" in checkpoint]
-    if rank is None or not names:
-        return
-    alphas = Counter(float(checkpoint.tensor(f"{name}.alpha").float().mean()) for name in names)
-    alpha, count = alphas.most_common(1)[0]
-    if isfinite(alpha) and alpha > 0 and alpha != rank:
-        evidence: dict[str, JsonScalar] = {
-            "alpha": alpha,
-            "rank": rank,
-            "strength": alpha / rank,
-            "modules": count,
-        }
-        yield verdict_finding(
-            "lora_lokr_alpha_unread",
-            evidence,
-            modules=counted(count, "module"),
-            have="has" if count == 1 else "have",
-            alpha=f"{alpha:g}",
-            rank=f"{rank:g}",
-            strength=f"{alpha / rank:.3g}",
-        )
-
-
-def _first_number(header: Mapping[str, str], fields: Sequence[str]) -> float | None:
-    """The first of the fields that is a number above 0."""
-    for text in filter(None, map(header.get, fields)):
-        with suppress(ValueError):
-            number = float(text)
-            if isfinite(number) and number > 0:
-                return number
-    return None
-
-
-def loading_nothing(readings: Sequence[HostReading]) -> list[str]:
-    """The newest hosts whose loaders take no module of the file."""
-    return [
-        reading.host
-        for reading in _newest(readings)
-        if not any(
-            part.taken != 0 for part in (reading, reading.encoders) if part is not None and part.modules
-        )
-        and reading.modules
-    ]
-
-
-def _newest(readings: Iterable[HostReading]) -> list[HostReading]:
-    return [reading for reading, host in zip(readings, HOSTS, strict=True) if host.version != "0.3.64"]
-
-
-def _differ(first: HostReading, second: HostReading) -> bool:
-    if None in (first.taken, second.taken):
-        return False
-    known = None not in (first.strengths, second.strengths)
-    return first.taken != second.taken or bool(first.taken and known and first.strengths != second.strengths)
-
-
-def _in_words(reading: HostReading) -> str:
-    counts = [counted(part.modules, "module") for part in reading.parts]
-    if reading.encoders is not None:
-        counts[-1] += " of text encoders"
-    said = [
-        f"{'an unknown number' if part.taken is None else part.taken} of {count}"
-        + (f" with strength {strengths_in_words(part)}" if part.taken and part.strengths else "")
-        for part, count in zip(reading.parts, counts, strict=True)
-    ]
-    refused = next(
-        (part.unavailable["refused"] for part in reading.parts if "refused" in part.unavailable), None
-    )
-    return f"{reading.host} takes {' and '.join(said)}" + ("" if refused is None else f" ({refused})")
 
 
 def strengths_in_words(reading: HostReading) -> str:
@@ -955,82 +767,7 @@ def strengths_in_words(reading: HostReading) -> str:
     return ", ".join(f"{factor:.3g} ({count})" for factor, count in shown[:3]) + more
 
 
-def _conversion(files: "Sequence[_File]", path: Path) -> str:
-    modules = (*files[0].modules, *files[0].encoders)
-    format = _read_by_both(files) if _TO_FACTORS.issuperset(module.kind for module in modules) else None
-    if format is None:
-        options = " and ".join(_options_of_factors(modules))
-        with_ = f", with {options}" if options else ""
-        return (
-            f" for each host: to peft for diffusers{with_}, to comfyui for ComfyUI (sigmascope lora convert)"
-        )
-    options = "".join(f" {option}" for option in _options_of_factors(modules)) if format == "peft" else ""
-    return f" to what both apply alike: sigmascope lora convert {shlex.quote(path.name)} NEW.safetensors --format {format}{options}"
-
-
-def _options_of_factors(modules: Sequence[_Module]) -> list[str]:
-    """The options without which PEFT's format cannot hold the modules; kohya's and ComfyUI's hold them as they are."""
-    kinds = {module.kind for module in modules} - _HELD_BY_PEFT
-    rank = [f"--rank {_WHOLE_RANK}"] if kinds else []
-    return [*rank, *([] if kinds <= _TO_FACTORS else ["--model MODEL"])]
-
-
-_WRITTEN: Final = (
-    ("peft", None, "diffusers", "A"),
-    ("kohya", "lora_unet_", None, "down+alpha"),
-    ("comfyui", "diffusion_model.", "original", "down+alpha"),
-)
-"""How Sigmascope's formats begin names, with which naming and endings; None for the family's own."""
-
-
-def _read_by_both(files: Sequence[_File]) -> str | None:
-    """The first format in which the newest hosts read the whole file, and alike."""
-    for format, start, naming, ending in _WRITTEN:
-        written = _as_written(files[0], format, start, naming, ending)  # files differ by their host alone
-        first, second = (_reading(written._replace(host=host)) for host in HOSTS if host.version != "0.3.64")
-        whole = all(part.taken == part.modules for reading in (first, second) for part in reading.parts)
-        if whole and not any(_differ(*pair) for pair in zip(first.parts, second.parts, strict=True)):
-            return format
-    return None
-
-
-def _as_written(file: _File, format: str, start: str | None, naming: str | None, ending: str) -> _File:
-    """The file as `convert_lora` writes it, with alpha = rank."""
-    family = file.family
-    start, naming = start or f"{family.component}.", naming or family.kohya_naming
-    paths = {path: module for module in file.modules for path in _paths_in(naming, module, family)}
-    modules = [
-        replace(
-            _in_format(module, format, ending),
-            name=start + path,
-            start=start,
-            path=path,
-            namings=_namings(path, family, is_flat=False)[1],
-        )
-        for path, module in paths.items()
-    ]
-    starts = {"peft": {part: f"{part}." for part in family.encoders}, "kohya": family.kohya_encoders}
-    parts = {frozenset({name}): part for part, names in family.encoders.items() for name in names}
-    starts_of = {
-        encoder: starts.get(format, {}).get(part, "text_encoders.{}.transformer.")
-        for encoder, part in parts.items()
-    }
-    encoders = [
-        replace(_in_format(module, format, ending), start=starts_of.get(module.namings, ""))
-        for module in file.encoders
-    ]
-    return file._replace(modules=modules, encoders=encoders, configs={}, unused=())
-
-
-def _in_format(module: _Module, format: str, ending: str) -> _Module:
-    """As plain factors, which PEFT's format makes of all; the others hold other kinds of change as they are."""
-    if format != "peft" and module.kind != "lora":
-        return module
-    alpha = None if ending == "A" or module.rank is None else float(module.rank)
-    return replace(module, ending=ending, kind="lora", alpha=alpha)
-
-
-def _paths_in(naming: str, module: _Module, family: Family) -> tuple[str, ...]:
+def paths_in(naming: str, module: SeenModule, family: Family) -> tuple[str, ...]:
     """A module's layers, by their names in another naming; its own path where they are not known."""
     if family.is_unet:
         other = to_sgm if naming == "original" else to_diffusers

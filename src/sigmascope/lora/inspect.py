@@ -22,7 +22,8 @@ from sigmascope.lora.effect import Effect, finite, weight_norm
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
 from sigmascope.lora.file_verdict import LoraVerdict, ModuleVerdict
 from sigmascope.lora.health import dead_modules, health_findings
-from sigmascope.lora.hosts import HostReading, readings_and_findings
+from sigmascope.lora.host_findings import readings_and_findings
+from sigmascope.lora.hosts import HostReading
 from sigmascope.lora.layer_names import block_position
 from sigmascope.lora.linalg import root_sum_square
 from sigmascope.lora.module_strength import ModuleStrength, measured_modules

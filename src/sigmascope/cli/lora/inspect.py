@@ -531,7 +531,7 @@ def _first_sentences(report: "LoraInspection", on_model: OnModel | None) -> Iter
 def _match_sentence(report: "LoraInspection", on_model: OnModel) -> Text:
     from sigmascope.checkpoints.hub import model_name
     from sigmascope.lora.file_verdict import match_sentence
-    from sigmascope.lora.hosts import loading_nothing
+    from sigmascope.lora.host_findings import loading_nothing
 
     verdict = on_model.verdict
     said = match_sentence(verdict, model_name(on_model.model))
