@@ -107,6 +107,38 @@ def test_diffusers_takes_one_kind_of_names_of_a_file_for_sdxl_with_both(tmp_path
     assert said(of_host(tmp_path / "NEW.safetensors"))[0] == len(named)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [
+        ("sd15", "attentions.0.proj_in"),
+        ("sdxl", "attentions.0.proj_in"),
+        ("sdxl", "resnets.0.conv_shortcut"),
+        ("sdxl", "resnets.0.conv1"),
+        ("sdxl", "attentions.0.transformer_blocks.0.attn1.to_q"),
+    ],
+)
+def test_diffusers_refuses_factors_without_the_layers_kernel(
+    family: str, layer: str, kernel: int | None, tmp_path: Path
+) -> None:
+    path, name = tmp_path / "lora.safetensors", f"down_blocks.1.{layer}"
+    target = Layout(family, "unet.", "diffusers", "A", None).names()[f"unet.{name}"]
+    shape = target.shape[:2] if kernel is None else (*target.shape[:2], kernel, kernel)
+    state = tensors_of(f"unet.{name}", "A", shape, None)
+    save_file(state, path, metadata={"modelspec.architecture": FAMILIES[family].architecture})
+    reading, measured = of_host(path), by_diffusers(family, path, {f"unet.{name}": target})
+    assert said(reading) == measured
+    assert measured[0] == (shape == target.shape)
+    assert measured[0] or f"(unet.{name})" in reading.unavailable["refused"]
+
+
+def test_matrices_for_a_projection_of_an_unknown_family_are_left_open(tmp_path: Path) -> None:
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors_of("unet.down_blocks.1.attentions.0.proj_in", "A", (640, 640), None), path)
+    assert "families differ" in of_host(path).unavailable["taken"]
+
+
 INNER, OUTER, FIRST = "single_transformer_blocks.0.proj_out", "proj_out", "context_embedder"
 
 

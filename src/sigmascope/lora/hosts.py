@@ -29,7 +29,7 @@ from sigmascope.lora.families.text_encoders import ENCODER_READS, EncoderReads
 from sigmascope.lora.file import PEFT_CONFIGS, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import FileFamily, file_family
 from sigmascope.lora.formats import DIFF_M, MODULATION, NORM_SCALE, is_attention_projection
-from sigmascope.lora.layer_names import to_diffusers, to_sgm
+from sigmascope.lora.layer_names import kernel_of, to_diffusers, to_sgm
 from sigmascope.lora.module_names import flat, is_of_controlnet, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
 from sigmascope.units import counted
@@ -167,6 +167,10 @@ class _Unknown(Exception):
     """What a host does was not measured; the message says of what."""
 
 
+class _Refused(Exception):
+    """The host refuses the file; the message says why."""
+
+
 def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
     """Say what each of `HOSTS` makes of a file.
 
@@ -272,9 +276,10 @@ def _judged(
                 if unknown_family
                 else f"{file.family.title} was not measured"
             )
-        if (reason := _refused_key(file)) is not None:
-            return HostReading(title, count, 0, {}, {"refused": reason})
+        _require_no_other_keys(file)
         taken = read(file)
+    except _Refused as reason:
+        return HostReading(title, count, 0, {}, {"refused": str(reason)})
     except _Unknown as reason:
         return HostReading(title, count, None, None, {"taken": str(reason)})
     try:
@@ -301,14 +306,14 @@ def leaves_other_keys(family: Family) -> bool:
     return family.in_diffusers is not None and family.in_diffusers.loader == "FluxLoraLoaderMixin"
 
 
-def _refused_key(file: SeenFile) -> str | None:
-    """Why diffusers refuses a file that holds more than a LoRA, such as embeddings of words; None if it does not."""
+def _require_no_other_keys(file: SeenFile) -> None:
+    """Leave out a file that diffusers refuses since it holds more than a LoRA, such as embeddings of words."""
     if file.host.name != "diffusers" or not file.unused or leaves_other_keys(file.family):
-        return None
+        return
     odd = next((key for key in file.unused if "lora" not in key), None)
     if odd is None:
         raise _Unknown(f"keys such as {file.unused[0]}, which belong to no module, were not measured")
-    return f"it refuses files with keys such as {odd}, which do not contain “lora”"
+    raise _Refused(f"it refuses files with keys such as {odd}, which do not contain “lora”")
 
 
 def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[SeenModule]:
@@ -496,11 +501,29 @@ def _diffusers(file: SeenFile) -> tuple[SeenModule, ...]:
         return ()
     if _any_of(row.refuses, modules) or (row.whole_blocks and not _has_whole_blocks(row, modules)):
         return ()
+    if row.requires is not None and not re.match(row.requires, "\n".join(module.path for module in modules)):
+        return ()
     if row.width is not None and not all(row.width in module.shape for module in modules):
         raise _Unknown(f"its loader divides such layers at a width of {row.width} only")
+    _require_kernels(file)
     return _as_configured(
         file, [module for module in modules if not _diffusers_leaves_out(row, module, family)]
     )
+
+
+def _require_kernels(file: SeenFile) -> None:
+    """Leave out a file that PEFT refuses, for a U-Net's layer whose kernel, or none, the factors do not have."""
+    family = file.family
+    for module in file.modules if family.is_unet else ():
+        (path,) = paths_in("diffusers", module, family)
+        own, layers = (module.shape[2] if len(module.shape) > 2 else None), kernel_of(path, family)
+        if own == layers:
+            continue
+        if file.told.family is None and path.endswith((".proj_in", ".proj_out")):
+            raise _Unknown(f"families differ in whether {module.name} is a convolution")
+        factors = "matrices" if own is None else f"{own}×{own} kernels"
+        layer = "a linear layer" if layers is None else f"a {layers}×{layers} convolution"
+        raise _Refused(f"it refuses files with {factors} for {layer} ({module.name})")
 
 
 def _as_configured(file: SeenFile, modules: Sequence[SeenModule]) -> tuple[SeenModule, ...]:

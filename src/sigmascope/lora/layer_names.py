@@ -46,6 +46,7 @@ from sigmascope.lora.families import (
     row_of_diffusers,
     row_of_original,
 )
+from sigmascope.lora.families.family import Family
 from sigmascope.lora.families.known import (
     AROUND_ATTENTION,
     ATTENTION,
@@ -460,11 +461,13 @@ def is_unet_layer(path: str, layout: ModelLayout) -> bool:
 
 def unet_kernel(path: str, layout: ModelLayout) -> int | None:
     """Kernel side of a U-Net's convolution, told by its diffusers name; None for any other layer."""
-    if not is_unet_layer(path, layout):
-        return None
-    if path.endswith(".conv_shortcut") or (
-        family_named(layout.family).projects_by_convolution and path.endswith((".proj_in", ".proj_out"))
-    ):
+    return kernel_of(path, family_named(layout.family)) if is_unet_layer(path, layout) else None
+
+
+def kernel_of(path: str, family: Family) -> int | None:
+    """`unet_kernel` of a layer of a family's U-Net."""
+    projects = family.projects_by_convolution and path.endswith((".proj_in", ".proj_out"))
+    if projects or path.endswith(".conv_shortcut"):
         return 1
     return 3 if _CONVOLUTION.search(path) else None
 

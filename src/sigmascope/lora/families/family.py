@@ -174,6 +174,7 @@ class Reads:
         misreads: The same for layers that it gives another change than the file has.
         whole_blocks: The loader refuses the file unless all blocks, from 0 on without a gap, have one of these sets of
             layers and no others; separated by spaces.
+        requires: The same for the paths of all modules, one a line: it takes nothing of a file without a match.
         known: Whether what it does was measured. If not, all that is known is that it might read them.
         folds_alpha: Whether it multiplies by alpha / rank; otherwise it ignores `.alpha` tensors.
     """
@@ -188,6 +189,7 @@ class Reads:
     refuses: str | None = None
     misreads: str | None = None
     whole_blocks: tuple[str, ...] = ()
+    requires: str | None = None
     known: bool = True
     folds_alpha: bool = True
 

@@ -102,7 +102,7 @@ FLUX2: Final = Family(
         Reads("diffusers", "base_model.model.", "original", "A", misreads=_SWAPPED),
         Reads("diffusers", "base_model.model.", "diffusers", "A", refuses=_OUTSIDE),
         Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
-        Reads("diffusers", "lycoris_", "diffusers", "lokr lokr+alpha"),
+        Reads("diffusers", "lycoris_", "diffusers", "lokr lokr+alpha", refuses=_OUTSIDE),
         Reads("diffusers", "", "diffusers", "lokr lokr+alpha"),
         Reads(
             "diffusers",

@@ -105,6 +105,7 @@ HUNYUAN_VIDEO: Final = Family(
                 leaves_out=r"txt_in\.[tc]_embedder\.(?:in|out)_layer",
                 misreads=r"final_layer\.adaLN_modulation\.1",
                 refuses=r"txt_in\.individual_token_refiner\..*qkv",
+                requires=r"(?s).*\.img_attn_qkv",
             )
             for start in ("diffusion_model.", "transformer.", "")
         ),

@@ -7,6 +7,9 @@ from sigmascope.lora.families.family import COMFYUI_READS, Family, InDiffusers, 
 _OUTSIDE: Final = r"(?!blocks\.).*"
 _BLOCK: Final = "self_attn.q self_attn.k self_attn.v self_attn.o cross_attn.q cross_attn.k cross_attn.v cross_attn.o ffn.0 ffn.2"
 
+_CONVERTIBLE: Final = r"(?s)(?=.*\bblocks\.)(?:(?!.*[kv]_img)|(?=.*k_img)(?=.*v_img))"
+"""diffusers counts a file's blocks, and reads the picture's keys and values only together."""
+
 _BLOCK_ROWS: Final = """
     LIST.#.self_attn.q = LIST.#.attn1.to_q
     LIST.#.self_attn.k = LIST.#.attn1.to_k
@@ -121,8 +124,16 @@ WAN: Final = Family(
             "original",
             "A down",
             refuses=r"patch_embedding|vace_.*|pose_.*|face_.*",
+            requires=_CONVERTIBLE,
         ),
-        Reads("diffusers", "diffusion_model.", "original", "A+alpha down+alpha", refuses=_OUTSIDE),
+        Reads(
+            "diffusers",
+            "diffusion_model.",
+            "original",
+            "A+alpha down+alpha",
+            refuses=_OUTSIDE,
+            requires=_CONVERTIBLE,
+        ),
         Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
     ),
 )
