@@ -258,6 +258,8 @@ WHOLE: dict[str, Layout] = {
     "HunyuanVideo, MLP": Layout("hunyuan_video", "diffusion_model.", "also", "A", None, "(img|txt)_mlp"),
     "FLUX.2, LyCORIS, outside of blocks": Layout("flux2", "lycoris_", "diffusers", "lokr", FULL, "^context_embedder"),
     "Z-Image, PEFT's name of the adapter": Layout("z_image", "", "diffusers", "A.default", only=r"^layers"),
+    "Z-Image, bare LoKr": Layout("z_image", "", "diffusers", "lokr", None, r"^layers"),
+    "Z-Image, older endings": Layout("z_image", "diffusion_model.", "original", "lora.down", None, r"^layers.*w1"),
     "SDXL, kohya by diffusers' names": Layout("sdxl", "lora_unet_", "diffusers", "down", only="embedding|mid.*attn1.to_q"),
     "SD 1.5, kohya": Layout("sd15", "lora_unet_", "diffusers", "down", only="attentions"),
 }  # fmt: skip

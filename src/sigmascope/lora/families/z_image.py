@@ -88,9 +88,14 @@ Z_IMAGE: Final = Family(
         Reads("diffusers", "diffusion_model.", "original", "A lokr lokr+alpha", leaves_out=_FUSED_OR_OUT),
         Reads("diffusers", "diffusion_model.", "original", "down down+alpha", leaves_out=_FUSED),
         Reads("diffusers", "diffusion_model.", "original", "A.default A.default+alpha", known=False),
+        *(
+            Reads("diffusers", start, naming, "lora.down lora.down+alpha", known=False)
+            for start in ("diffusion_model.", "lora_unet_")
+            for naming in ("diffusers", "original")
+        ),
         Reads("diffusers", "transformer.", "diffusers", "A lora.down lokr"),
         Reads("diffusers", "transformer.", "original", "A lora.down lokr", leaves_out=_FUSED_OR_OUT),
-        Reads("diffusers", "", "diffusers", "A+alpha down+alpha lokr lokr+alpha A.default A.default+alpha"),
+        Reads("diffusers", "", "diffusers", "A+alpha down+alpha lokr+alpha A.default A.default+alpha"),
         Reads("diffusers", "", "original", "down+alpha", leaves_out=_FUSED),
         Reads("diffusers", "", "original", "lokr+alpha", leaves_out=_FUSED_OR_OUT),
         Reads("diffusers", "", "original", "A A+alpha A.default A.default+alpha lokr", known=False),
