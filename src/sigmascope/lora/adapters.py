@@ -33,6 +33,7 @@ from sigmascope.lora.linalg import (
     in_dtype,
     max_rank,
 )
+from sigmascope.lora.parallel import require_wanted
 from sigmascope.units import format_size
 
 __all__ = [
@@ -125,6 +126,7 @@ def form_delta(name: str, change: "LoraFactors | WeightChange", base: Tensor | N
                 f"{name}: there is not enough memory for {size}.", hint=_MORE_MEMORY
             ) from error
         raise
+    require_wanted()
     if not bool(torch.isfinite(delta).all()):
         raise NonFiniteError(
             f"{name}: the product of its tensors is too large for float32.",

@@ -43,6 +43,7 @@ from sigmascope.lora.linalg import (
     max_rank,
     symmetric_eigen,
 )
+from sigmascope.lora.parallel import require_wanted
 from sigmascope.lora.statistics import LayerMetric
 
 _MAX_EXCESS_ERROR: Final = 1e-3
@@ -505,12 +506,11 @@ def exact_right_subspace(matrix: Float[Tensor, "m n"], rank: int) -> Float[Tenso
         return exact
     wide = as_float64(matrix)
     rows, columns = wide.shape
+    gram = wide @ wide.mT if rows < columns else wide.mT @ wide
+    require_wanted()
+    right = torch.linalg.eigh(gram)[1][:, -rank:].flip(1)
     if rows < columns:
-        _, vectors = torch.linalg.eigh(wide @ wide.mT)
-        right, _ = torch.linalg.qr(wide.mT @ vectors[:, -rank:].flip(1))
-    else:
-        _, vectors = torch.linalg.eigh(wide.mT @ wide)
-        right = vectors[:, -rank:].flip(1)
+        right, _ = torch.linalg.qr(wide.mT @ right)
     narrowed: Tensor = right.to(matrix)
     return narrowed
 

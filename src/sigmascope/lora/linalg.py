@@ -33,6 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, NonFiniteError
+from sigmascope.lora.parallel import require_wanted
 from sigmascope.probes.accelerators import has_float64
 from sigmascope.probes.accelerators.cuda import capability_of
 from sigmascope.probes.matmul_precision import multiplies_bfloat16
@@ -541,6 +542,7 @@ class KrylovBasis:
 
     def add(self, block: Tensor) -> Tensor:
         """Add orthonormal rows (b, n), and return their images under A as rows (b, m)."""
+        require_wanted()
         new = slice(self.size, self.size + block.shape[0])
         rounded = block.to(self._matrix.dtype)
         self._vectors[new] = rounded

@@ -36,7 +36,8 @@ def run_layers(
     """Call `work` for every layer in threads, and yield each result as it finishes.
 
     Layers start in the order given. The layers in work together hold no more than two of the largest. An exception from
-    `work`, or one thrown into the iterator (Ctrl-C), starts no more layers and waits for those in work.
+    `work`, or one thrown into the iterator (Ctrl-C), starts no more layers and waits for those in work, which end where
+    they call `require_wanted`.
 
     Args:
         sizes: Number of elements by layer.
@@ -51,9 +52,9 @@ def run_layers(
     failures: list[BaseException] = []
 
     def guarded(layer: str) -> Result:
+        _OWN.failures = failures
         with gate.room_for(sizes[layer]):
-            if failures:  # the threads learn of a failure before the caller does
-                raise failures[0]
+            require_wanted()
             try:
                 return work(layer)
             except BaseException as failure:
@@ -62,8 +63,27 @@ def run_layers(
 
     with _single_threaded_pool(workers or worker_count()) as pool:
         futures: dict[Future[Result], str] = {pool.submit(guarded, layer): layer for layer in sizes}
-        for future in as_completed(futures):
-            yield futures.pop(future), future.result()
+        try:
+            for future in as_completed(futures):
+                yield futures.pop(future), future.result()
+        except BaseException as failure:
+            failures.append(failure)
+            raise
+
+
+_OWN: Final = threading.local()
+"""`failures` of the `run_layers` that a thread works for."""
+
+
+def require_wanted() -> None:
+    """End the work on a layer for whose result nobody waits any more: another failed, or Ctrl-C came. Threads learn of it here first.
+
+    Raises:
+        BaseException: That failure. None outside of `run_layers`.
+    """
+    failures = getattr(_OWN, "failures", [])
+    if failures:
+        raise failures[0]
 
 
 class _Gate:

@@ -1,10 +1,13 @@
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from sigmascope.lora.adapters import DiffChange, form_delta
+from sigmascope.lora.decompose import decompose, exact_right_subspace
 from sigmascope.lora.parallel import run_layers, run_layers_in_order, worker_count
 
 
@@ -92,6 +95,54 @@ def test_leaving_the_loop_waits_for_what_is_under_way() -> None:
     finished = len(done)
     time.sleep(0.05)
     assert finished == len(done) < 500
+
+
+def test_after_ctrl_c_no_layer_begins_that_waited_for_room() -> None:
+    begun: list[str] = []
+    two_have_begun, may_end = threading.Barrier(3), threading.Event()
+
+    def work(name: str) -> None:
+        begun.append(name)
+        if name != "first":
+            two_have_begun.wait(60)
+            assert may_end.wait(60)
+
+    layers = run_layers(dict.fromkeys(("first", "second", "third", "waits"), 1), work, workers=3)
+    next(layers)
+    two_have_begun.wait(60)
+    threading.Timer(0.1, may_end.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        layers.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    assert begun == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: decompose(torch.ones(256, 200), 4, torch.float32),
+        lambda: exact_right_subspace(torch.eye(260), 200),
+        lambda: form_delta("layer", DiffChange({"diff": torch.ones(4, 4)})),
+    ],
+    ids=["iterating", "all singular values", "forming"],
+)
+def test_ctrl_c_ends_the_work_on_a_layer_before_it_is_done(compute: Callable[[], object]) -> None:
+    slow_has_begun, is_interrupted, finished = threading.Event(), threading.Event(), []
+
+    def work(name: str) -> None:
+        if name == "slow":
+            slow_has_begun.set()
+            assert is_interrupted.wait(60)
+            for _ in range(100):
+                compute()
+        finished.append(name)
+
+    layers = run_layers({"quick": 1, "slow": 1}, work, workers=1)
+    next(layers)
+    slow_has_begun.wait(60)
+    threading.Timer(0.1, is_interrupted.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        layers.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    assert finished == ["quick"]
 
 
 def test_there_is_a_worker_for_each_core_and_never_none() -> None:
