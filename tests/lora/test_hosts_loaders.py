@@ -4,14 +4,17 @@ ComfyUI's part needs a checkout, as the other tests of the marker `comfyui` do.
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from diffusers.loaders import lora_conversion_utils
 from safetensors.torch import save_file
 from tests.comfy_shapes.checkout import Checkout, why_not
 from tests.lora.host_loaders import (
@@ -137,6 +140,31 @@ def test_matrices_for_a_projection_of_an_unknown_family_are_left_open(tmp_path: 
     path = tmp_path / "lora.safetensors"
     save_file(tensors_of("unet.down_blocks.1.attentions.0.proj_in", "A", (640, 640), None), path)
     assert "families differ" in of_host(path).unavailable["taken"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd-scripts' FLUX", "musubi-tuner's WAN", "Qwen-Image-Lightning 52"])
+def test_diffusers_never_ends_with_a_negative_alpha(name: str, tmp_path: Path) -> None:
+    path, lines = tmp_path / "lora.safetensors", Counter[str]()
+    named = replace(LAYOUTS[name], alpha=-2.0).save(path)
+
+    def count(frame: FrameType, *_: object) -> Any:
+        if frame.f_code.co_filename != lora_conversion_utils.__file__:
+            return None
+        lines["run"] += 1
+        if lines["run"] > 300_000:
+            raise RecursionError
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        measured = by_diffusers(LAYOUTS[name].family, path, named)
+    finally:
+        sys.settrace(before)
+    assert lines["run"] > 300_000
+    assert said(of_host(path)) == measured == (0, {})
+    assert "negative alpha" in of_host(path).unavailable["refused"]
 
 
 INNER, OUTER, FIRST = "single_transformer_blocks.0.proj_out", "proj_out", "context_embedder"

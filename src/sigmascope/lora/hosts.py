@@ -506,9 +506,18 @@ def _diffusers(file: SeenFile) -> tuple[SeenModule, ...]:
     if row.width is not None and not all(row.width in module.shape for module in modules):
         raise _Unknown(f"its loader divides such layers at a width of {row.width} only")
     _require_kernels(file)
+    if row.folds_alpha and not (family.is_unet or start == _OWN_START or ending.startswith("lokr")):
+        _require_positive_alphas(file)
     return _as_configured(
         file, [module for module in modules if not _diffusers_leaves_out(row, module, family)]
     )
+
+
+def _require_positive_alphas(file: SeenFile) -> None:
+    """Leave out a file on which diffusers' converters loop for ever: they double alpha / rank until it is near 1."""
+    names = (one.name for one in (*file.modules, *file.encoders) if one.alpha is not None and one.alpha < 0.0)
+    if (name := next(names, None)) is not None:
+        raise _Refused(f"it never comes to an end with a negative alpha ({name})")
 
 
 def _require_kernels(file: SeenFile) -> None:

@@ -47,6 +47,8 @@ def _unusable(config: Config, shape: Shape) -> str | None:
     group = config.get("convrot_groupsize")
     if not (isinstance(group, int) and group > 0 and shape[-1] % group == 0):
         return f"rows of {shape[-1]} do not divide into the groups of {shortened(group)} that its comfy_quant names"
+    if group != 4 ** max(1, (group.bit_length() - 1) // 2):
+        return f"its comfy_quant names groups of {group}, and its Hadamard matrix has a power of 4"
     return comfy_kitchen.missing(_TITLE)
 
 
