@@ -112,7 +112,8 @@ def test_nothing_of_a_kohya_lora_is_lost(
     format: str,
 ) -> None:
     folder = tmp_path_factory.mktemp("convert")
-    name = "lora_unet_mid_block_resnets_0_conv1" if kernel else "lora_unet_time_embedding_linear_1"
+    layers = {(): "time_embedding_linear_1", (1, 1): "up_blocks_0_resnets_0_conv_shortcut"}
+    name = f"lora_unet_{layers.get(kernel, 'mid_block_resnets_0_conv1')}"
     tensors = {
         f"{name}.lora_up.weight": halvable(5, rank, *(1 for _ in kernel)).to(dtype),
         f"{name}.lora_down.weight": halvable(rank, 4, *kernel).to(dtype),
@@ -136,7 +137,7 @@ def test_an_asked_precision_is_stored(source: Path, tmp_path: Path) -> None:
 
 
 def test_modules_that_had_to_be_widened_are_told(make_factors: MakeFactors, tmp_path: Path) -> None:
-    name = "lora_unet_conv_in"
+    name = "lora_unet_time_embedding_linear_1"
     tensors = {
         f"{name}.lora_up.weight": torch.randn(6, 3).bfloat16(),
         f"{name}.lora_down.weight": torch.randn(3, 5).bfloat16(),
@@ -144,7 +145,7 @@ def test_modules_that_had_to_be_widened_are_told(make_factors: MakeFactors, tmp_
     }
     save_file(tensors, tmp_path / "in.safetensors")
     report = convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "peft")
-    assert report.widened == ("denoiser.conv_in",)
+    assert report.widened == ("denoiser.time_embedding.linear_1",)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,11 @@ def test_the_family_in_the_header_goes_first(
     ("given", "format", "expected"),
     [
         ("unet.down_blocks.0.downsamplers.0.conv", "comfyui", "diffusion_model.input_blocks.3.0.op"),
-        ("diffusion_model.output_blocks.2.2.conv", "peft", "unet.up_blocks.0.upsamplers.0.conv"),
+        (
+            "diffusion_model.output_blocks.2.0.emb_layers.1",
+            "peft",
+            "unet.up_blocks.0.resnets.2.time_emb_proj",
+        ),
         ("diffusion_model.input_blocks.4.0.in_layers.2", "native", "denoiser.down_blocks.1.resnets.0.conv1"),
         ("diffusion_model.blocks.3.ffn.0", "peft", "transformer.blocks.3.ffn.net.0.proj"),
         ("diffusion_model.blocks.3.ffn.0", "kohya", "lora_unet_blocks_3_ffn_0"),
@@ -438,14 +443,14 @@ def test_the_way_to_plain_factors_is_told_and_means_nothing_elsewhere(tmp_path: 
 
 
 def test_names_of_both_namings_come_out_in_one(make_factors: MakeFactors, tmp_path: Path) -> None:
-    names = ["lora_unet_input_blocks_1_0_in_layers_2", "lora_unet_mid_block_resnets_0_conv1"]
+    names = ["lora_unet_input_blocks_1_0_emb_layers_1", "lora_unet_mid_block_resnets_0_time_emb_proj"]
     factors = make_factors((6, 5), 1)
     tensors = {
         f"{name}.lora_{end}.weight": getattr(factors, end).clone() for name in names for end in ("up", "down")
     }
     save_file(tensors, tmp_path / "in.safetensors")
     convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "peft")
-    expected = ["unet.down_blocks.0.resnets.0.conv1", "unet.mid_block.resnets.0.conv1"]
+    expected = ["unet.down_blocks.0.resnets.0.time_emb_proj", "unet.mid_block.resnets.0.time_emb_proj"]
     assert list(load_lora(tmp_path / "out.safetensors").modules) == expected
 
 

@@ -222,7 +222,8 @@ def _why_dead(loads: WrittenLoads, host: str) -> str | None:
     if reading is not None and "loader" in reading.unavailable:
         return None
     if reading is not None and _takes_nothing(reading.parts):
-        return f"{_NAMES[host]} would take none of its {_count_of(reading.parts)}"
+        why = f": {refused}" if (refused := reading.unavailable.get("refused")) else ""
+        return f"{_NAMES[host]} would take none of its {_count_of(reading.parts)}{why}"
     if host == "diffusers" and _takes_nothing(installed.parts):
         why = f" ({installed.reason})" if installed.reason else ""
         return f"diffusers {installed.version} takes none of its {_count_of(installed.parts)}{why}"

@@ -251,8 +251,11 @@ def test_widened_layers_are_told(make_factors: MakeFactors, file: Path) -> None:
 def test_the_header_names_the_family_as_tools_do(
     family: str, architecture: str, version: str, make_factors: MakeFactors, file: Path
 ) -> None:
-    layout = ModelLayout(family, "diffusers", {"denoiser": "unet."})
-    save_lora(file, LoraFile({"unet.conv_in": make_factors((6, 5), 2)}), format="peft", layout=layout)
+    start, layer = "transformer.", "transformer_blocks.0.attn.to_q"
+    if family != "flux":
+        start, layer = "unet.", "time_embedding.linear_1"
+    layout = ModelLayout(family, "diffusers", {"denoiser": start})
+    save_lora(file, LoraFile({start + layer: make_factors((6, 5), 2)}), format="peft", layout=layout)
     header = header_of(file)
     assert (header["modelspec.architecture"], header["ss_base_model_version"]) == (architecture, version)
 

@@ -43,7 +43,7 @@ def test_it_says_what_it_did(convert: Terminal, source: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("layer", "in_diffusers"),
-    [("unet.down_blocks.3.resnets.0.conv1", True), ("transformer.blocks.0.ffn.net.2", False)],
+    [("unet.down_blocks.3.resnets.0.time_emb_proj", True), ("transformer.blocks.0.ffn.net.2", False)],
 )
 def test_kohya_files_are_for_diffusers_only_where_its_pipeline_reads_them(
     layer: str, in_diffusers: bool, convert: Terminal, tmp_path: Path
