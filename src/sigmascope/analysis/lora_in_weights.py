@@ -8,6 +8,7 @@ from sigmascope.analysis.lora_facts import (
     FACT,
     MERGING,
     OF_ENCODERS,
+    SCALED,
     TAKE_OFF,
     is_same,
     loras_in_call,
@@ -20,18 +21,19 @@ from sigmascope.records.run import Run, Stage
 
 
 def saw_merging(run: Run) -> bool:
-    """Whether a change in the record tells with which strengths LoRAs were put into the weights."""
+    """Whether a change in the record tells how LoRAs were put into the weights."""
     changes = ((stage.facts.get(FACT), str(stage.facts.get("method"))) for stage in run.walk())
-    return any(
-        method.startswith(MERGING) and strengths_in_weights(mapping(analysis)) for analysis, method in changes
-    )
+    return any(method.startswith(MERGING) and acting_in_weights(mapping(one)) for one, method in changes)
 
 
-def strengths_in_weights(analysis: Mapping[str, Any]) -> list[float]:
-    """The least and the greatest strength of each LoRA that a change put into the weights."""
+def acting_in_weights(analysis: Mapping[str, Any]) -> list[bool]:
+    """Of each LoRA that a change put into the weights, whether its strength, or its kind, lets it act there."""
     loras = (mapping(lora) for side in sides_of(analysis) for lora in mapping(side.get("loras")).values())
     merged = (lora for lora in loras if "merged" in mapping(lora.get("states")))
-    return [end for lora in merged for end in range_of(lora.get("strengths")) or ()]
+    return [
+        any(range_of(lora.get("strengths")) or ()) or not mapping(lora.get("adapter_types")).keys() <= SCALED
+        for lora in merged
+    ]
 
 
 def left_in_weights(run: Run) -> list[str]:
@@ -103,8 +105,8 @@ def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
     if change.facts.get("method") not in TAKE_OFF or not left or _merged_zeros(before, side):
         return False
     merging = [stage for stage in before if str(stage.facts.get("method")).startswith(MERGING)]
-    merged_at = strengths_in_weights(mapping(merging[-1].facts.get(FACT))) if merging else []
-    return any(merged_at or left)  # where merging was seen, what was set since takes nothing out
+    merged = acting_in_weights(mapping(merging[-1].facts.get(FACT))) if merging else []
+    return any(merged or left)  # where merging was seen, what was set since takes nothing out
 
 
 def _merged_zeros(stages: Sequence[Stage], side: str) -> bool:

@@ -20,7 +20,7 @@ from sigmascope.analysis.lora_facts import (
     range_of,
     sides_of,
 )
-from sigmascope.analysis.lora_in_weights import is_in_weights, left_in_weights, strengths_in_weights
+from sigmascope.analysis.lora_in_weights import acting_in_weights, is_in_weights, left_in_weights
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.records.run import IDLE_LORAS, ONLY_ON, RECIPE, Run, Stage
@@ -176,7 +176,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
     new: Mapping[str, Any] = {}  # that the last change made an adapter anew
     is_over = False  # once a call's LoRAs act
     only_on: object = None  # once those on other components do
-    merged_at: list[float] = []
+    merged: list[bool] = []
     if left_in_weights(run) or _spoilt_for_good(run):
         return idle  # whatever the others do
     for stage in run.walk():
@@ -194,9 +194,9 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
             elif _is_change(analysis):
                 idle = {}
             if str(stage.facts.get("method")).startswith(MERGING):
-                merged_at = strengths_in_weights(analysis)
-        elif merged_at and _cause(idle_in_call(stage)).get("id") == MERGED_AT_ZERO:
-            if not any(merged_at):
+                merged = acting_in_weights(analysis)
+        elif merged and _cause(idle_in_call(stage)).get("id") == MERGED_AT_ZERO:
+            if not any(merged):
                 idle, is_over = _at_zero(_cause(idle_in_call(stage))), True
         elif _lists_fused(stage):
             idle, is_over = {}, True  # another one, whose layers are gone, may act
@@ -361,7 +361,7 @@ def _spoiling(run: Run) -> Mapping[str, Any]:
 def _spoilt_for_good(run: Run) -> Mapping[str, Any]:
     """The finding that NaN or Inf was merged into weights: taking it out again leaves NaN."""
     merging = (stage for stage in run.walk() if str(stage.facts.get("method")).startswith(MERGING))
-    merged = (one for stage in merging if strengths_in_weights(one := mapping(stage.facts.get(FACT))))
+    merged = (one for stage in merging if acting_in_weights(one := mapping(stage.facts.get(FACT))))
     told = (_spoilt(one.get("findings")) for one in merged)
     return next((one for one in told if one.get("id") == "lora_not_finite"), {})
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from rich.console import Console
 
+from sigmascope.analysis.lora_facts import SCALED
 from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.file_family import title_of
 from sigmascope.lora.file_verdict import LoraVerdict
@@ -366,10 +367,13 @@ class ModelAnalysis:
 
     @property
     def left_in_weights(self) -> list[float]:
-        """The strengths of changes that were merged at the baseline and are no longer among those on the model."""
+        """The strengths of changes that were merged at the baseline and are no longer among those on the model.
+
+        Of kinds that a strength of 0 does not take away it is 1.
+        """
         on = {(patch.key, patch.source) for patch in self.patches_on.patches}
-        gone = (patch for patch in self.patches_before if (patch.key, patch.source) not in on)
-        return sorted({patch.strength or 0.0 for patch in gone if patch.state == "merged"})
+        gone = [p for p in self.patches_before if (p.key, p.source) not in on and p.state == "merged"]
+        return sorted({(p.strength or 0.0) if p.adapter_type in SCALED else 1.0 for p in gone})
 
     @property
     def has_patches(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from sigmascope.analysis.lora_facts import SCALED
 from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.arrival import Arrival, arrival_findings
 from sigmascope.lora.effect import WEIGHT_NOT_FINITE
@@ -613,7 +614,7 @@ def _why_by_itself(
         return f"lora_{patch.cause}", ""
     if patch.key in acted:
         return _AS_BEFORE, ""
-    if patch.strength == 0.0 and patch.adapter_type in _PRODUCTS - {"dora"}:  # merged so
+    if patch.strength == 0.0 and patch.adapter_type in SCALED:  # merged so
         return "lora_strength_zero" if before.samples else MERGED_AT_ZERO, ""
     if attempt(lambda: _is_product_zero(patch)).value:
         return "lora_is_zero", "their product"
@@ -628,7 +629,7 @@ def _why_by_itself(
     )
 
 
-_PRODUCTS: Final = frozenset({"lora", "dora", "loha", "lokr", "diff"})
+_PRODUCTS: Final = SCALED | {"dora"}
 """Kinds whose change is zero where one of their tensors is; that of a DoRA, if its magnitudes are still the weight's."""
 
 

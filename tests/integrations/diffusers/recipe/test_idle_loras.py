@@ -1,6 +1,7 @@
 """Whether the LoRAs of a call acted in it, beside its picture: on what did not run, and changed while it ran."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,6 +273,33 @@ def test_a_dora_of_strength_0_acts_beside_a_lora_of_strength_0() -> None:
     run = watching.record()
     assert told(run) == set()
     assert idle_lora(run) is None
+
+
+@pytest.mark.parametrize("fused_in_watch", [True, False])
+@pytest.mark.parametrize("fails_later", [True, False])
+def test_a_dora_that_was_fused_at_strength_0_stays_in_the_weights(
+    fails_later: bool, fused_in_watch: bool, tmp_path: Path
+) -> None:
+    """Its magnitudes are in the weights, whatever becomes of its layers and of another file."""
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.unet.add_adapter(LoraConfig(**BY_PEFT, use_dora=True, init_lora_weights=False), "dora")
+    for name, magnitude in pipeline.unet.named_parameters():
+        magnitude.data *= 1.5 if "magnitude" in name else 1.0
+    if not fused_in_watch:
+        pipeline.fuse_lora(lora_scale=0.0)
+    with sigmascope.watch(pipeline) as watching:
+        if fused_in_watch:
+            pipeline.fuse_lora(lora_scale=0.0)
+        pipeline.unload_lora_weights()
+        if fails_later:
+            (broken := tmp_path / "broken.safetensors").write_bytes(b"no weights")
+            with pytest.raises(OSError, match="Unable to load"):
+                pipeline.load_lora_weights(str(broken))
+        assert not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.says == "The LoRA acts in the denoiser: it is in the weights."
 
 
 def test_of_a_denoisers_lora_that_the_call_scales_to_zero_the_encoders_part_may_act_through_embeddings() -> (
