@@ -273,6 +273,45 @@ def test_a_lora_that_no_call_had_since_is_on_other_models(stages: tuple[Stage, .
     assert not (found and acting_lora(run))
 
 
+def merged_into(**before: str) -> Stage:
+    """A LoRA that was merged into weights of these fingerprints, and is no longer beside them."""
+    left = {"unet": [1.0], "clip": [1.0] if "text_encoder" in before else []}
+    facts = {"effective": False, "findings": [], "left_in_weights": left}
+    taken_off = {"method": "unload_lora_weights", "weights_before": before, "lora_application": facts}
+    return Stage("lora_application", 0.0, 0.1, facts=taken_off)
+
+
+def ran_on(loras: dict[str, Any] | None = None, **models: str | None) -> Stage:
+    return replace(call(), facts={"recipe": {"loras": loras or {}, "models": models}})
+
+
+@pytest.mark.parametrize(
+    ("last", "is_back"),
+    [
+        (ran_on(unet="bare", vae="v"), True),
+        (ran_on(unet="merged", vae="v"), False),
+        (ran_on(unet=None), False),
+        (ran_on({"unet.a": {"active": 2, "merged": 2}}, unet="bare"), True),
+        (ran_on({"unet.b": {"active": 2}}, unet="bare"), False),
+        (merged_into(unet="others"), False),
+    ],
+    ids=["back", "merged", "not read", "listed as merged", "another beside", "merged again"],
+)
+def test_a_lora_does_nothing_where_the_weights_are_those_from_before_it_was_merged(
+    last: Stage, is_back: bool
+) -> None:
+    run = run_of(merged_into(unet="bare"), ran_on(unet="bare"), last)
+    assert ("the same as before it was merged" in (idle_lora(run) or "")) is is_back
+    assert any(finding.id == "model.lora_elsewhere" for finding in diagnose(run)) is is_back
+    assert not (is_back and acting_lora(run))
+
+
+def test_of_two_parts_that_a_lora_was_merged_into_one_may_still_have_it() -> None:
+    run = run_of(merged_into(unet="bare", text_encoder="plain"), ran_on(unet="bare", text_encoder="merged"))
+    assert idle_lora(run) is None
+    assert acting_lora(run) == "The LoRA acts in the text encoders: it is in the weights."
+
+
 def nan(acting: int) -> dict[str, Any]:
     message = "Denoiser: the LoRA's change of 1 weight holds NaN or Inf: a."
     return {

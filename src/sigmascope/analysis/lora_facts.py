@@ -8,6 +8,8 @@ from sigmascope.records.run import RECIPE, Stage
 
 FACT: Final = "lora_application"
 """The stage of a change of LoRAs, and its fact that holds the analysis."""
+WEIGHTS_BEFORE: Final = "weights_before"
+"""The fact of a change that put LoRAs into bare weights: by component these weights' fingerprint, as calls have it."""
 LAZY: Final = "lazy"
 """The state of changes that a layer applies beside its weight."""
 IDLE: Final = frozenset({"inactive", "failed"})

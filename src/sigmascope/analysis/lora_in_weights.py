@@ -10,6 +10,7 @@ from sigmascope.analysis.lora_facts import (
     OF_ENCODERS,
     SCALED,
     TAKE_OFF,
+    WEIGHTS_BEFORE,
     is_same,
     loras_in_call,
     mapping,
@@ -17,7 +18,7 @@ from sigmascope.analysis.lora_facts import (
     range_of,
     sides_of,
 )
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import RECIPE, Run, Stage
 
 
 def saw_merging(run: Run) -> bool:
@@ -44,7 +45,39 @@ def left_in_weights(run: Run) -> list[str]:
         for name, side in names_of_sides(stage)
         if _stays_in_weights(run, stage, side)
     ]
-    return [*dict.fromkeys([*left, *_partly_taken_out(run)])]
+    back = {*map(_side_of, are_back(run))} - {*map(_side_of, _merged_into(run) - are_back(run))}
+    return [name for name in dict.fromkeys([*left, *_partly_taken_out(run)]) if name not in back]
+
+
+def may_be_left(run: Run) -> bool:
+    """Whether LoRAs were taken off that had been merged before the watch and have strength 0, which may have been set since."""
+    changes = [stage for stage in run.walk() if FACT in stage.facts]
+    left = [mapping(mapping(stage.facts[FACT]).get("left_in_weights")).values() for stage in changes]
+    return not saw_merging(run) and any(side and not any(side) for sides in left for side in sides)
+
+
+def are_back(run: Run) -> set[str]:
+    """The components that ran in the last call with the weights which they had before any LoRA was merged into them."""
+    before: dict[str, object] = {}
+    back: set[str] = set()
+    for stage in run.walk():
+        if told := mapping(stage.facts.get(WEIGHTS_BEFORE)):
+            before, back = {**told, **before}, set()
+        if before and RECIPE in stage.facts:
+            now = mapping(mapping(stage.facts[RECIPE]).get("models"))
+            back = {name for name, content in before.items() if content and now.get(name) == content}
+    return back
+
+
+def are_all_back(run: Run) -> bool:
+    """Whether this is so of all components that a LoRA was merged into, and none acts beside the weights."""
+    last = next((loras_in_call(one) for one in reversed([*run.walk()]) if RECIPE in one.facts), {})
+    beside = any(lora.get("active") != lora.get("merged", 0) for lora in last.values() if lora.get("active"))
+    return bool(_merged_into(run)) and _merged_into(run) == are_back(run) and not beside
+
+
+def _merged_into(run: Run) -> set[str]:
+    return {name for stage in run.walk() for name in mapping(stage.facts.get(WEIGHTS_BEFORE))}
 
 
 def _partly_taken_out(run: Run) -> Iterator[str]:
@@ -65,9 +98,13 @@ def _partly_taken_out(run: Run) -> Iterator[str]:
                     merged = {key: held for key, held in merged.items() if key[0] != name or key[1] in loras}
         for component_and_lora, held in loras_in_call(stage).items():
             component, _, lora = component_and_lora.partition(".")
-            name = OF_ENCODERS if component.startswith("text_encoder") else "denoiser"
+            name = _side_of(component)
             if not held.get("merged") and _is_part(merged.pop((name, lora), None), held.get("call_scale")):
                 yield name
+
+
+def _side_of(component: str) -> str:
+    return OF_ENCODERS if component.startswith("text_encoder") else "denoiser"
 
 
 def _is_part(

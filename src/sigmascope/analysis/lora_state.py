@@ -20,7 +20,13 @@ from sigmascope.analysis.lora_facts import (
     range_of,
     sides_of,
 )
-from sigmascope.analysis.lora_in_weights import acting_in_weights, is_in_weights, left_in_weights
+from sigmascope.analysis.lora_in_weights import (
+    acting_in_weights,
+    are_all_back,
+    is_in_weights,
+    left_in_weights,
+    may_be_left,
+)
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.records.run import IDLE_LORAS, ONLY_ON, RECIPE, Run, Stage
@@ -94,8 +100,14 @@ def standing(run: Run) -> LoraStanding | None:
         return LoraStanding(
             "without values" if is_empty else "NaN or Inf", str(spoils["message"]), is_well=False
         )
-    unknown = _open_change(run) or _fused_before(run)
+    unknown = _open_change(run) or _fused_before(run) or (_MAY_BE_LEFT if may_be_left(run) else None)
     return _acting_standing(run) or (None if unknown is None else LoraStanding("unknown", unknown, None))
+
+
+_MAY_BE_LEFT: Final = (
+    "Whether the LoRA acts is unknown: it was merged before the watch and taken off with strength 0, "
+    "which leaves it in the weights if that was set after merging."
+)
 
 
 def _open_change(run: Run) -> str | None:
@@ -177,7 +189,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
     is_over = False  # once a call's LoRAs act
     only_on: object = None  # once those on other components do
     merged: list[bool] = []
-    if left_in_weights(run) or _spoilt_for_good(run):
+    if left_in_weights(run) or may_be_left(run) or _spoilt_for_good(run):
         return idle  # whatever the others do
     for stage in run.walk():
         analysis = stage.facts.get(FACT)
@@ -190,7 +202,9 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
                 idle = {}
             elif _is_idle(analysis):
                 idle = _cause(analysis.get("findings"))
-                is_over, only_on = idle.get("id") in _STATES_OF_CALLS, stage.facts.get(ONLY_ON)
+                totals = {side.get("total_patched_keys") for side in sides_of(analysis)}
+                is_over = totals - {None} == {0} or idle.get("id") in _STATES_OF_CALLS
+                only_on = stage.facts.get(ONLY_ON)
             elif _is_change(analysis):
                 idle = {}
             if str(stage.facts.get("method")).startswith(MERGING):
@@ -219,8 +233,15 @@ _IF_MERGED_AT_ZERO: Final = "if_merged_at_0"
 
 @rule("model.lora_elsewhere", "warning", about="the model", looks_at="run")
 def lora_elsewhere(run: Run) -> Iterator[Seen]:
-    """A LoRA is on another model than those that ran in the calls since."""
+    """A LoRA is on another model than those that ran in the calls since, or in weights that did not run in the last."""
     calls = _calls_beside_it(run)
+    if run.folded is None and are_all_back(run):
+        yield Seen(
+            message="The LoRA changes nothing in the last call: the weights that ran are the same as before it was merged.",
+            evidence={"calls": 1},
+            advice="Fuse it into the model that you call, once all components are in place and their weights are loaded.",
+        )
+        return
     if calls:
         since = "the call" if calls == 1 else f"the {calls} calls"
         yield Seen(
@@ -271,6 +292,7 @@ def _calls_beside_it(run: Run) -> int:
             if _is_change(analysis):
                 calls, is_on = 0, analysis.get("effective") is True
             is_on = is_on and _is_beside_weights(analysis)  # fusing changes nothing, and takes it there
+            calls = calls if is_on else 0
         elif stage.name == GENERATION:
             is_without = mapping(stage.facts.get(RECIPE)).get("loras") == {}
             calls, is_on = (calls + is_on, is_on) if is_without else (0, False)
@@ -520,9 +542,7 @@ def _in_last_call(run: Run, change: Stage | None = None) -> str | None:
     stages = [*run.walk()]
     calls = [stage for stage in stages if RECIPE in stage.facts]
     only_on = None if change is None else change.facts.get(ONLY_ON)
-    if not calls or (
-        change is not None and (only_on is None or stages.index(change) > stages.index(calls[-1]))
-    ):
+    if not calls or (change is not None and stages.index(change) > stages.index(calls[-1])):
         return None
     last = calls[-1]
     loras = _active_beside(only_on, last)

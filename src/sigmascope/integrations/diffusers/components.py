@@ -14,13 +14,14 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from torch import Tensor, nn
 
+from sigmascope.analysis.lora_facts import WEIGHTS_BEFORE
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
 from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae
@@ -29,7 +30,7 @@ from sigmascope.integrations.diffusers.pipeline_call import (
     end_complete_denoising,
     is_final_decode,
 )
-from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in, models_in
+from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in, models_in, models_of
 from sigmascope.integrations.diffusers.tokens import Reading, counts_seen, readings_of
 from sigmascope.integrations.diffusers.watch_session import (
     LoraChange,
@@ -49,7 +50,7 @@ from sigmascope.monitor.hooks import (
 )
 from sigmascope.monitor.publishing import publication
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.probes.model_fingerprints import forget_fingerprints
+from sigmascope.probes.model_fingerprints import forget_fingerprints, told
 from sigmascope.probes.models import (
     components_of,
     file_facts,
@@ -59,6 +60,7 @@ from sigmascope.probes.models import (
     unwrap,
 )
 from sigmascope.probes.module_tree import one_look, tree_of
+from sigmascope.probes.peft import standings_in
 from sigmascope.probes.reading import attempt, keeping_words
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
@@ -382,8 +384,12 @@ class LoraObserver(Observer):
         guard = self.guard
         source = lora_source(args, kwargs) if method.startswith("load_") else None
         with self.session.own_work():
+            if self.session.is_everywhere and not is_model:
+                self.session.watch(target)  # methods of its models may take off what this puts on
             seen = guard.read("watch.lora", lambda: self._seen_before(target, source, kwargs))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
+            put_into = adapters if method in _PUT_IN and not _has_merged(target) else None
+            weights = guard.read("watch.lora", lambda: self._weights_of(target, put_into or {})) or {}
         stage = stack.enter(LORA_STAGE)
         after_step = None if stack.denoising is None else stack.denoising.steps_over
         if stack.pipeline_id is not None or stack.leave_loop is not None:
@@ -412,10 +418,21 @@ class LoraObserver(Observer):
                     guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
                 if method in _WRITES or _swaps(args, kwargs):
                     guard.read("watch.lora", lambda: [*map(forget_fingerprints, models_in(target).values())])
+                if weights:
+                    now = guard.read("watch.lora", lambda: self._weights_of(target, weights)) or {}
+                    changed = {name: old for name, old in weights.items() if now.get(name, old) != old}
+                    stage.fact(WEIGHTS_BEFORE, changed)
                 models, baseline = seen or (self._models_of(target, kwargs), None)
                 self._analyse(stage, method, target, models, baseline, error, path)
 
         return after
+
+    def _weights_of(self, target: object, adapters: Mapping[str, Collection[str]]) -> dict[str, str]:
+        """The fingerprint of each component that has adapters, or of a model, as the recipe of a call has it."""
+        model, _ = self._models.get(target) or (None, None)
+        begun = models_of(target).items() if adapters else ()
+        contents = {model or name: told(held).value for name, held in begun if model or adapters.get(name)}
+        return {name: content for name, content in contents.items() if content is not None}
 
     def _component(self, target: object) -> str | None:
         """The name of a component that is neither a denoiser nor a text encoder, such as `controlnet`."""
@@ -465,6 +482,12 @@ class LoraObserver(Observer):
         )
         stage.fact(LORA_STAGE, in_short(analysis))
         publication(self.session.recorder, stage)()
+
+
+def _has_merged(target: object) -> bool:
+    """Whether adapters are merged on a pipeline or model."""
+    models = models_in(target).values()
+    return bool(attempt(lambda: any(any(standings_in(tree_of(model)).merged) for model in models)).value)
 
 
 def _second(pipeline: object, kwargs: Keywords) -> object:

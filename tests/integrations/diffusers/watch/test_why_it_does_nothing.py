@@ -17,7 +17,7 @@ from tests.families.loras import State, as_kohya, lora_state, write
 
 import sigmascope
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_state import acting_lora, standing
 from sigmascope.records.run import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -81,6 +81,32 @@ def with_another_unet(pipeline: Any) -> None:
 
 def with_the_forward_pass_of_another(pipeline: Any) -> None:
     pipeline.unet.forward = make_pipeline("sd15").unet.forward
+
+
+def fused_into_the_unet_that_was_exchanged(pipeline: Any) -> None:
+    bare = copy.deepcopy(make_pipeline("sd15").unet)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    pipeline.unet = bare
+
+
+def fused_before_the_weights_were_loaded_again(pipeline: Any) -> None:
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    pipeline.unet.load_state_dict(make_pipeline("sd15").unet.state_dict())
+
+
+def fused_into_the_encoder_that_was_exchanged(pipeline: Any, _: Path) -> None:
+    pipeline.load_lora_weights(state_of("sd15", "text_encoder"))
+    pipeline.fuse_lora(components=["text_encoder"])
+    pipeline.unload_lora_weights()
+    pipeline.text_encoder = make_pipeline("sd15").text_encoder
+
+
+def fused_into_another(pipeline: Any, place: Path) -> None:
+    into_another(pipeline, place)
+    pipeline.other.fuse_lora()
+    pipeline.other.unload_lora_weights()
 
 
 def with_encoders_too(pipeline: Any, _: Path) -> None:
@@ -150,6 +176,16 @@ PLANTS = {
     ),
     "on a U-Net that was exchanged": Plant(then(with_another_unet), "not on the models that ran"),
     "on another pipeline": Plant(into_another, "not on the models that ran"),
+    "fused into a U-Net that was exchanged": Plant(
+        then(fused_into_the_unet_that_was_exchanged), "as before it was merged"
+    ),
+    "fused before weights were loaded again": Plant(
+        then(fused_before_the_weights_were_loaded_again), "as before it was merged"
+    ),
+    "fused into an encoder that was exchanged": Plant(
+        fused_into_the_encoder_that_was_exchanged, "as before it was merged"
+    ),
+    "fused into another pipeline": Plant(fused_into_another, "as before it was merged"),
     "beside the forward pass that runs": Plant(
         then(with_the_forward_pass_of_another), "forward pass of unet.* does not lead to its layers"
     ),
@@ -195,3 +231,83 @@ def test_a_lora_that_moves_the_picture_is_not_called_elsewhere(how: str) -> None
         picture = generate(pipeline, "sd15", num_inference_steps=1)
     assert not torch.equal(picture, bare)
     assert "model.lora_elsewhere" not in {finding.id for finding in watching.record().findings}
+
+
+def unloaded_from_another_copy(pipeline: Any) -> None:
+    pipeline.load_lora_weights(SD15)
+    kept = copy.deepcopy(pipeline.unet)
+    pipeline.unload_lora_weights()
+    pipeline.unet = kept
+
+
+def refused_by_another(pipeline: Any) -> None:
+    other = make_pipeline("sd15")
+    with suppress(RuntimeError):
+        other.load_lora_weights({key: value[:1] if "lora_B" in key else value for key, value in SD15.items()})
+
+
+def set_to_0_on_another(pipeline: Any) -> None:
+    other = make_pipeline("sd15")
+    other.load_lora_weights(SD15, adapter_name="a")
+    other.set_adapters("a", 0.0)
+
+
+def fused_in_a_call(pipeline: Any) -> None:
+    def fuse(pipeline: Any, *_: object) -> dict[str, Any]:
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+        return {}
+
+    pipeline.load_lora_weights(SD15)
+    pipeline("a fox", num_inference_steps=2, height=32, width=32, callback_on_step_end=fuse)
+
+
+def fused_and_unloaded_by_the_model(pipeline: Any) -> None:
+    pipeline.load_lora_weights(SD15)
+    pipeline.fuse_lora()
+    pipeline.unet.unload_lora()
+    pipeline.load_lora_weights(zero("lora_A", SD15))
+
+
+@pytest.mark.parametrize(
+    ("act", "is_there_before"),
+    [
+        (unloaded_from_another_copy, False),
+        (refused_by_another, True),
+        (set_to_0_on_another, True),
+        (fused_in_a_call, False),
+        (fused_and_unloaded_by_the_model, False),
+    ],
+)
+def test_a_lora_acts_whatever_becomes_of_other_models(
+    act: Callable[[Any], None], is_there_before: bool
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    if is_there_before:
+        pipeline.load_lora_weights(SD15)
+    with sigmascope.watch() as watching:
+        act(pipeline)
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.equal(picture, bare)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "acts"
+
+
+def test_what_was_merged_and_set_to_0_before_the_watch_may_stay_in_the_weights(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.load_lora_weights(SD15, adapter_name="a")
+    pipeline.fuse_lora()
+    pipeline.set_adapters("a", 0.0)
+    (broken := tmp_path / "broken.safetensors").write_bytes(b"no weights")
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.unload_lora_weights()
+        with suppress(OSError):
+            pipeline.load_lora_weights(str(broken))
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.equal(picture, bare)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "unknown"
