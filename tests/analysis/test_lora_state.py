@@ -277,7 +277,11 @@ def merged_into(**before: str) -> Stage:
     """A LoRA that was merged into weights of these fingerprints, and is no longer beside them."""
     left = {"unet": [1.0], "clip": [1.0] if "text_encoder" in before else []}
     facts = {"effective": False, "findings": [], "left_in_weights": left}
-    taken_off = {"method": "unload_lora_weights", "weights_before": before, "lora_application": facts}
+    weights = {
+        "weights_before": before,
+        "weights_left": {name: f"{one} and a LoRA" for name, one in before.items()},
+    }
+    taken_off = {"method": "unload_lora_weights", **weights, "lora_application": facts}
     return Stage("lora_application", 0.0, 0.1, facts=taken_off)
 
 

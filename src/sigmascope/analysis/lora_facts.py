@@ -10,6 +10,8 @@ FACT: Final = "lora_application"
 """The stage of a change of LoRAs, and its fact that holds the analysis."""
 WEIGHTS_BEFORE: Final = "weights_before"
 """The fact of a change that put LoRAs into bare weights: by component these weights' fingerprint, as calls have it."""
+WEIGHTS_LEFT: Final = "weights_left"
+"""The same of a change that took off layers of which something is merged: of the weights that it left."""
 LAZY: Final = "lazy"
 """The state of changes that a layer applies beside its weight."""
 IDLE: Final = frozenset({"inactive", "failed"})

@@ -11,6 +11,7 @@ from sigmascope.analysis.lora_facts import (
     SCALED,
     TAKE_OFF,
     WEIGHTS_BEFORE,
+    WEIGHTS_LEFT,
     is_same,
     loras_in_call,
     mapping,
@@ -59,14 +60,18 @@ def may_be_left(run: Run) -> bool:
 def are_back(run: Run) -> set[str]:
     """The components that ran in the last call with the weights which they had before any LoRA was merged into them."""
     before: dict[str, object] = {}
+    moved: set[str] = set()  # by the merge: else their fingerprint does not tell that it is in them
     back: set[str] = set()
     for stage in run.walk():
         if told := mapping(stage.facts.get(WEIGHTS_BEFORE)):
             before, back = {**told, **before}, set()
-        if before and RECIPE in stage.facts:
-            now = mapping(mapping(stage.facts[RECIPE]).get("models"))
-            back = {name for name, content in before.items() if content and now.get(name) == content}
-    return back
+        now = mapping(mapping(stage.facts.get(RECIPE)).get("models")) or mapping(
+            stage.facts.get(WEIGHTS_LEFT)
+        )
+        moved |= {name for name, content in before.items() if now.get(name, content) not in (None, content)}
+        if RECIPE in stage.facts:
+            back = {name for name, content in before.items() if now.get(name) == content}
+    return back & moved
 
 
 def are_all_back(run: Run) -> bool:

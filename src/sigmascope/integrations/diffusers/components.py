@@ -21,16 +21,17 @@ from typing import Any, ClassVar, Final, Literal
 
 from torch import Tensor, nn
 
-from sigmascope.analysis.lora_facts import WEIGHTS_BEFORE
+from sigmascope.analysis.lora_facts import TAKE_OFF, WEIGHTS_BEFORE, WEIGHTS_LEFT
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
 from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
     end_complete_denoising,
+    have_arrived,
     is_final_decode,
 )
-from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in, models_in, models_of
+from sigmascope.integrations.diffusers.recipe import LORA_FILES, Content, adapters_in, models_in, models_of
 from sigmascope.integrations.diffusers.tokens import Reading, counts_seen, readings_of
 from sigmascope.integrations.diffusers.watch_session import (
     LoraChange,
@@ -388,8 +389,9 @@ class LoraObserver(Observer):
                 self.session.watch(target)  # methods of its models may take off what this puts on
             seen = guard.read("watch.lora", lambda: self._seen_before(target, source, kwargs))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
-            put_into = adapters if method in _PUT_IN and not _has_merged(target) else None
-            weights = guard.read("watch.lora", lambda: self._weights_of(target, put_into or {})) or {}
+            merged = guard.read("watch.lora", lambda: _merged_in(target))
+            is_into_bare = method in _PUT_IN and merged == set()
+            bare = self._contents(target, adapters or ()) if is_into_bare else {}
         stage = stack.enter(LORA_STAGE)
         after_step = None if stack.denoising is None else stack.denoising.steps_over
         if stack.pipeline_id is not None or stack.leave_loop is not None:
@@ -418,21 +420,53 @@ class LoraObserver(Observer):
                     guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
                 if method in _WRITES or _swaps(args, kwargs):
                     guard.read("watch.lora", lambda: [*map(forget_fingerprints, models_in(target).values())])
-                if weights:
-                    now = guard.read("watch.lora", lambda: self._weights_of(target, weights)) or {}
-                    changed = {name: old for name, old in weights.items() if now.get(name, old) != old}
-                    stage.fact(WEIGHTS_BEFORE, changed)
+                self._tell_weights(stage, method, target, merged or (), bare)
                 models, baseline = seen or (self._models_of(target, kwargs), None)
                 self._analyse(stage, method, target, models, baseline, error, path)
 
         return after
 
-    def _weights_of(self, target: object, adapters: Mapping[str, Collection[str]]) -> dict[str, str]:
-        """The fingerprint of each component that has adapters, or of a model, as the recipe of a call has it."""
+    def _contents(self, target: object, names: Collection[str]) -> dict[str, Content]:
+        """The fingerprints of these components."""
+        begun = self.guard.read("watch.lora", lambda: models_of(target)) if names else None
+        return {name: content for name, content in (begun or {}).items() if name in names}
+
+    def _tell_weights(
+        self,
+        stage: LiveStage,
+        method: str,
+        target: object,
+        merged: Collection[str],
+        bare: Mapping[str, Content],
+    ) -> None:
+        """Note the weights before something was merged into them, and those that are left when its layers are taken off.
+
+        Args:
+            stage: Of the change.
+            method: Which one.
+            target: The pipeline, or a model.
+            merged: The components that something was merged into before.
+            bare: The fingerprints of all that something may have been merged into now.
+        """
+        if method in TAKE_OFF:
+            self._tell_contents(stage, WEIGHTS_LEFT, target, self._contents(target, merged or bare))
+        elif bare:
+            now = self.guard.read("watch.lora", lambda: _merged_in(target)) or set()
+            bare = {name: bare[name] for name in bare.keys() & now}
+        self._tell_contents(stage, WEIGHTS_BEFORE, target, bare)
+
+    def _tell_contents(
+        self, stage: LiveStage, fact: str, target: object, contents: Mapping[str, Content]
+    ) -> None:
+        """Put them on a stage under the names that a call's recipe has, once they are there: nothing waits for an accelerator."""
         model, _ = self._models.get(target) or (None, None)
-        begun = models_of(target).items() if adapters else ()
-        contents = {model or name: told(held).value for name, held in begun if model or adapters.get(name)}
-        return {name: content for name, content in contents.items() if content is not None}
+
+        def tell() -> None:
+            known = {model or name: told(content).value for name, content in contents.items()}
+            stage.fact(fact, {name: content for name, content in known.items() if content is not None})
+
+        if contents:
+            self.session.arrivals.expect(functools.partial(have_arrived, [*contents.values()]), tell)
 
     def _component(self, target: object) -> str | None:
         """The name of a component that is neither a denoiser nor a text encoder, such as `controlnet`."""
@@ -484,10 +518,9 @@ class LoraObserver(Observer):
         publication(self.session.recorder, stage)()
 
 
-def _has_merged(target: object) -> bool:
-    """Whether adapters are merged on a pipeline or model."""
-    models = models_in(target).values()
-    return bool(attempt(lambda: any(any(standings_in(tree_of(model)).merged) for model in models)).value)
+def _merged_in(target: object) -> set[str]:
+    """The models of a pipeline, or the one alone, that adapters are merged into and still on."""
+    return {name for name, model in models_in(target).items() if any(standings_in(tree_of(model)).merged)}
 
 
 def _second(pipeline: object, kwargs: Keywords) -> object:

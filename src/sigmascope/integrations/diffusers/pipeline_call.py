@@ -262,7 +262,7 @@ class CallObserver(Observer):
 
         tell()
         hand_over = publication(self.session.recorder, stage)
-        if _have_arrived(contents):
+        if have_arrived(contents):
             hand_over()
             return
 
@@ -270,7 +270,7 @@ class CallObserver(Observer):
             read("watch.recipe", tell)
             hand_over()
 
-        self.session.arrivals.expect(partial(_have_arrived, contents), tell_late)
+        self.session.arrivals.expect(partial(have_arrived, contents), tell_late)
 
     def _tell_compilations(self, stage: LiveStage) -> None:
         compiled = compilations_since(self.session.recorder.clock() - stage.started_ns)
@@ -316,7 +316,8 @@ def _drawn_from(before: Mapping[str, str] | None, arguments: Mapping[str, Any]) 
     return {device: state for device, state in before.items() if now.get(device) != state}
 
 
-def _have_arrived(contents: Sequence[Pending[Any]]) -> bool:
+def have_arrived(contents: Sequence[Pending[Any]]) -> bool:
+    """Whether all of them can be had without waiting for an accelerator."""
     return all(content.has_arrived() for content in contents)
 
 
