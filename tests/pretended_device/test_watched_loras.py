@@ -116,3 +116,25 @@ def test_a_file_and_its_negation_are_summed_on_the_device_without_waiting(
     assert moved is (factor != -1.0)
     assert ("lora_opposite" in found) is not moved
     assert waits == []
+
+
+@pytest.mark.parametrize("is_loaded_again", [True, False])
+def test_whether_weights_are_those_from_before_a_merge_is_known_on_a_device(
+    pretend: Pretend, is_loaded_again: bool
+) -> None:
+    pipeline = make_pipeline("sd15")
+    state = {name: weight.clone() for name, weight in pipeline.unet.state_dict().items()}
+    with pretend("cuda") as device:
+        pipeline.to("cuda")
+        with watch(pipeline) as watching:
+            pipeline.load_lora_weights(lora_state(pipeline, ["unet"], only="attn"))
+            device.waits.clear()
+            pipeline.fuse_lora()
+            waits = Counter(wait.place for wait in device.waits if wait.is_ours)
+            pipeline.unload_lora_weights()
+            if is_loaded_again:
+                pipeline.unet.load_state_dict(state)
+            generate(pipeline, "sd15", num_inference_steps=1)
+        found = {finding.id for finding in watching.record().findings}
+    assert waits.total() <= MOST_WAITS
+    assert ("model.lora_elsewhere" in found) is is_loaded_again
