@@ -379,6 +379,41 @@ def test_factors_of_a_convolution_have_its_kernel(tells: str, tmp_path: Path) ->
     torch.testing.assert_close(factors.delta().double().flatten(1), change, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("format", ["peft", "kohya", "comfyui"])
+def test_matrices_for_convolutions_get_their_kernel_and_kernels_of_1_for_matrices_go(
+    format: str, tmp_path: Path
+) -> None:
+    """As diffusers wants them: PEFT makes its own factors with the layer's kernel, and refuses others."""
+    state = lora_state(make_pipeline("sd15"), ["unet"])
+    kinds = {key: tensor.dim() for key, tensor in state.items()}
+    assert {*kinds.values()} == {2, 4}
+    other = {
+        key: tensor.flatten(1) if tensor.dim() == 4 else tensor[:, :, None, None]
+        for key, tensor in state.items()
+        if tensor.dim() == 4 or "proj_out" not in key
+    }
+    save_file(other, tmp_path / "other.safetensors")
+    report = convert_lora(
+        tmp_path / "other.safetensors", tmp_path / "new.safetensors", format="peft", family="sd15"
+    )
+    assert not report.left_out
+    if format != "peft":
+        convert_lora(
+            tmp_path / "new.safetensors", tmp_path / "there.safetensors", format=format, family="sd15"
+        )
+        convert_lora(
+            tmp_path / "there.safetensors",
+            tmp_path / "new.safetensors",
+            format="peft",
+            family="sd15",
+        )
+    pipeline = make_pipeline("sd15")
+    pipeline.load_lora_weights(tmp_path / "new.safetensors")
+    written = load_file(tmp_path / "new.safetensors")
+    assert written.keys() == other.keys()
+    assert all(torch.equal(written[key], state[key]) for key in other)
+
+
 def test_a_convolution_of_another_kernel_asks_for_the_model(tmp_path: Path) -> None:
     name, source, target = (
         "lora_unet_mid_block_resnets_0_conv1",

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +49,8 @@ from sigmascope.lora.file_verdict import variant_finding
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.kinds.fused import PartOfFused, SwappedHalves
-from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
+from sigmascope.lora.layer_names import blocks_of_model, is_layer, is_unet_layer, renamed, unet_kernel
+from sigmascope.lora.linalg import matrix_shape
 from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.module_names import ENCODER_PREFIXES, ParsedNames, layer_twice, parse_name, parse_names
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
@@ -354,6 +356,29 @@ class NamedLora:
     base: Checkpoint | None = None
     not_in_variant: tuple[LeftOut, ...] = ()
 
+    def path_in_unet(self, name: str) -> str | None:
+        """The path of a layer of a U-Net as diffusers has it; None of any other, and of rows of a fused one."""
+        part, own = self.layout.split(self.layers[name])
+        with suppress(LoraFormatError):  # that the writer tells
+            path = renamed(own, part, self.layout, "diffusers", self.blocks)
+            if part == "denoiser" and isinstance(path, str) and is_unet_layer(path, self.layout):
+                return path
+        return None
+
+    def shape_in_layer(self, name: str, own: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a plain change with its layer's kernel, or without one, if that has as many numbers.
+
+        Some files have matrices for convolutions, or kernels of 1×1 for matrices. PEFT refuses them.
+        """
+        shape, path = self.shapes.get(self.layers[name]), self.path_in_unet(name)
+        whole = out, inner = matrix_shape(own)
+        if shape is None and path is not None:
+            side = unet_kernel(path, self.layout) or 0
+            shape = (out, inner // side**2, side, side) if side and inner % side**2 == 0 else whole
+        if shape is None or len(shape) < len(whole) or matrix_shape(shape) != whole:
+            return own
+        return shape if own == whole or (shape == whole and prod(own[2:]) == 1) else own
+
     def key_in_base(self, name: str) -> str | None:
         """The model's tensor that a change depends on; None if it depends on none, or the model has none or is not given."""
         if self.base is None or name in self.lora.modules or self.lora.kind_of(name) not in NEEDS_BASE:
@@ -477,7 +502,8 @@ class _Factors:
             if named.layout.split(layer)[0] != "denoiser" or not isinstance(path, str):
                 continue
             paths[name] = path
-            side = unet_kernel(path, named.layout)
+            in_unet = named.path_in_unet(name)
+            side = None if in_unet is None else unet_kernel(in_unet, named.layout)
             is_told = layer in named.shapes or named.lora.kind_of(name) == "diff" or len(shapes[name]) > 2
             if side is not None and not is_told:
                 out, inner = shapes[name]
@@ -604,7 +630,8 @@ def _write(writer: LoraWriter, named: NamedLora, name: str) -> None:
     """Write a change as it is stored, or, where only the model tells it in this format, as a whole difference."""
     layer = named.layers[name]
     if name in named.lora.modules:
-        writer.write(layer, named.lora.modules[name])
+        factors = named.lora.modules[name]
+        writer.write(layer, replace(factors, weight_shape=named.shape_in_layer(name, factors.weight_shape)))
         return
     key = named.key_in_base(name)
     if key is None and named.base is not None and named.lora.kind_of(name) == "ia3" and layer.endswith(_BIAS):
