@@ -114,17 +114,25 @@ def test_of_a_stack_with_little_memory_no_lora_is_said_to_contradict_the_weights
     assert all("contradict" not in one["says"] for one in verdicts)
 
 
+@pytest.mark.parametrize("is_hook", [False, True])
 @pytest.mark.parametrize(("denoise", "acts"), [(1.0, False), (0.5, True)])
 def test_a_second_sampler_that_begins_from_noise_leaves_nothing_of_a_flow_models_first_one(
-    server: Server, denoise: float, acts: bool
+    server: Server, denoise: float, acts: bool, is_hook: bool
 ) -> None:
     """kijai/ComfyUI-WanVideoWrapper issue 887: "denoise too high on 2nd sampler, ignores high-noise model's output"."""
-    nodes = family("sd3", seed=51)
+    nodes = family("sd3", seed=51 + is_hook)
     nodes["10"] = {"class_type": "KSampler", "inputs": dict(nodes["6"]["inputs"])}
+    if is_hook:
+        given = {"lora_name": "sd3.safetensors", "strength_model": 1.0}
+        nodes["2"] = {"class_type": "CreateHookLoraModelOnly", "inputs": given}
+        on = {"cond_NEW": ["3", 0], "strength": 1.0, "set_cond_area": "default", "hooks": ["2", 0]}
+        nodes["11"] = {"class_type": "ConditioningSetProperties", "inputs": on}
+        nodes["6"]["inputs"] |= {"model": ["1", 0], "positive": ["11", 0]}
     nodes["10"]["inputs"] |= {"model": ["1", 0], "latent_image": ["6", 0], "denoise": denoise}
     end = {"class_type": "SaveLatent", "inputs": {"samples": ["10", 0], "filename_prefix": "second"}}
     bare: Graph = {name: {**one, "inputs": dict(one["inputs"])} for name, one in nodes.items()}
-    bare["6"]["inputs"]["model"] = ["1", 0]
+    bare["6"]["inputs"] |= {"model": ["1", 0], "positive": ["3", 0]}
+    bare.pop("11", None)
     del bare["2"]
     latents = [saved(server, one, "10") for one in (nodes, bare)]
     for run in (server.run({**latent_of(nodes), "8": end}), server.run({**latent_of(nodes), "8": end})):

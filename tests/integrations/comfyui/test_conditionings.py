@@ -303,6 +303,28 @@ def test_a_node_may_encode_a_text_and_give_zeros(watch: Watch, sampling: Host, k
     assert "no step counted a text" in verdict["says"]
 
 
+@pytest.mark.parametrize(("positive", "acts"), [("4", True), ("5", False)])
+def test_a_loader_whose_own_texts_are_used_has_a_lora_that_acts_though_no_node_takes_its_text_encoder(
+    watch: Watch, sampling: Host, positive: str, acts: bool
+) -> None:
+    """As loaders give all at once: model, texts, VAE and text encoder."""
+    put_on, encode = sampling.nodes["TextLora"].run, sampling.nodes["Encode"].run
+
+    def load(clip: Any, text: str, **more: Any) -> Any:
+        (changed,) = put_on(clip, **more)
+        return (*encode(changed, text), changed)
+
+    sampling.nodes["Whole"] = Node(("CONDITIONING", "CLIP"), load)
+    nodes_of_graph = text_graph({}, positive)
+    del nodes_of_graph["2"]
+    loaded = {"lora_name": "text.safetensors", "strength_model": 1.0}
+    nodes_of_graph["4"] = node("Whole", clip=["6", 0], text="text.safetensors", **loaded)
+    watched = watch()
+    for prompt_id in "ab":
+        verdict = verdict_of(watched.run(nodes_of_graph, prompt_id), "4")
+        assert verdict["effective"] is acts
+
+
 @pytest.mark.parametrize("samples_before", [False, True])
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_it_is_open_whether_a_text_acts_in_a_prompt_that_ends_before_it_is_sampled_with(

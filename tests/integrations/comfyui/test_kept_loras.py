@@ -144,6 +144,26 @@ def test_a_model_that_no_node_uses_makes_the_lora_one_that_does_nothing(
     )
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lora_of_no_known_file_acts_as_far_as_its_model_is_used(
+    watch: Watch, host_with_lora: Host, first: bool
+) -> None:
+    host = host_with_lora
+    put_on, folders = host.nodes["Lora"].run, sys.modules["folder_paths"]
+    vars(folders)["get_full_path"] = lambda _kind, _name: None
+
+    def put_on_unnamed(model: Any) -> Any:
+        host.module("comfy.lora").load_lora({"a": 1}, {"a": 1})
+        return put_on(model, "")
+
+    host.nodes["Unnamed"] = Node(("MODEL",), put_on_unnamed)
+    nodes_of_graph = graph("5", {"5": choose(first)})
+    nodes_of_graph["2"] = {"class_type": "Unnamed", "inputs": {"model": ["1", 0]}}
+    (verdict,) = nodes(watch().run(nodes_of_graph))["2"].facts["lora_verdicts"]
+    assert (verdict["lora"], verdict["effective"]) == ("(unnamed)", first)
+    assert first or "no node that ran uses the denoiser" in verdict["says"]
+
+
 @pytest.mark.parametrize(
     ("of", "ratio", "effective"),
     [("model", 0.5, True), ("model", 0.0, False), ("other", 0.5, True), ("other", 1.0, False)],
@@ -163,6 +183,134 @@ def test_a_model_that_was_used_for_what_comfyui_kept_is_used(watch: Watch, host_
     watched = watch()
     watched.run(graph("2", {"8": sampler("1", 1)}), "a")
     assert kept(watched.run(graph("2", {"8": sampler("1", 2)}), "b")) == [("2", "style.safetensors", True, 1)]
+
+
+def test_of_a_model_whose_patches_a_node_made_anew_nobody_knows_what_its_lora_does(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    """As nodes do that scale what loaders before them put on."""
+
+    def scale(model: Any, times: float) -> Any:
+        scaled = model.clone()
+        scaled.patches = {
+            key: [(one[0] * times, *one[1:]) for one in patches] for key, patches in model.patches.items()
+        }
+        return (scaled,)
+
+    host_with_lora.nodes["Scale"] = Node(("MODEL",), scale)
+    watched = watch()
+    for prompt_id, times, effective in ("a", 0.5, None), ("b", 0.0, False):
+        more = {"4": {"class_type": "Scale", "inputs": {"model": ["2", 0], "times": times}}}
+        run = watched.run(graph("4", more, seed=int(10 * times)), prompt_id)
+        verdicts = (
+            nodes(run)["2"].facts["lora_verdicts"] if prompt_id == "a" else run.facts["comfyui"]["loras_kept"]
+        )
+        (verdict,) = verdicts
+        assert verdict["effective"] is effective
+        assert ("made other patches of it" in verdict["says"]) is (effective is None)
+
+
+def test_a_sampler_that_makes_no_step_uses_no_lora_though_it_puts_the_model_on_a_device(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    """As SamplerCustomAdvanced does with the first half of sigmas that are split at 0."""
+    nodes_of_graph = {**graph(), "10": sampler("1", 1, latent_image=["9", 0])}
+    nodes_of_graph["9"]["inputs"]["steps"] = 0
+    (verdict,) = nodes(watch().run(nodes_of_graph))["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is False
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_lora_of_a_node_that_expands_into_its_loader_acts_as_far_as_its_model_is_used(
+    watch: Watch, host_with_lora: Host, first: bool
+) -> None:
+    """Now, and once ComfyUI has kept what the node gave."""
+
+    def expand(model: Any) -> Any:
+        inputs = {"model": model, "lora_name": "style.safetensors"}
+        return {"expand": {"a": {"class_type": "Lora", "inputs": inputs}}, "last": "a"}
+
+    host_with_lora.nodes["Loader"] = Node(("MODEL",), expand)
+    watched = watch()
+    for prompt_id, seed in ("a", 1), ("b", 2):
+        nodes_of_graph = graph("5", {"5": choose(first)}, seed=seed)
+        nodes_of_graph["2"] = {"class_type": "Loader", "inputs": {"model": ["1", 0]}}
+        run = watched.run(nodes_of_graph, prompt_id)
+        found = [*run.facts["comfyui"].get("loras_kept", ())]
+        found += [one for stage in run.walk() for one in stage.facts.get("lora_verdicts", ())]
+        assert [one["effective"] for one in found] == [first]
+
+
+def test_of_a_node_that_samples_with_a_lora_of_its_own_nobody_knows_what_that_does(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    """As samplers do that compare LoRAs: no model with it leaves the node."""
+    host = host_with_lora
+    put_on, sample = host.nodes["Lora"].run, host.nodes["Sampler"].run
+
+    def compare(model: Any, lora_name: str, **more: Any) -> Any:
+        host.module("comfy.lora").load_lora({"a": 1}, {"a": 1})
+        return sample(*put_on(model, lora_name), **more)
+
+    host.nodes["Sampler"] = Node(("LATENT",), compare)
+    nodes_of_graph = graph("1")
+    nodes_of_graph["9"]["inputs"]["lora_name"] = "style.safetensors"
+    verdict = nodes(watch().run(nodes_of_graph))["9"].facts["lora_verdicts"][0]
+    assert (verdict["lora"], verdict["effective"]) == ("style.safetensors", None)
+    assert "the node gives no model" in verdict["says"]
+
+
+@pytest.mark.parametrize("is_hook", [False, True])
+@pytest.mark.parametrize(("steps", "effective"), [(0, None), (1, True)])
+def test_of_a_prompt_that_fails_before_a_step_is_done_nobody_knows_what_its_lora_does(
+    watch: Watch, host_with_lora: Host, steps: int, effective: bool | None, is_hook: bool
+) -> None:
+    host = host_with_lora
+    hook = {"class_type": "Hook", "inputs": {"lora_name": "style.safetensors", "strength_model": 1.0}}
+    sample = host.nodes["Sampler"].run
+
+    def fail(**given: Any) -> Any:
+        sample(**given)
+        host.step_through(steps)
+        raise ValueError("planted")
+
+    host.nodes["Sampler"] = Node(("LATENT",), fail)
+    nodes_of_graph = graph("1" if is_hook else "2", {"7": hook})
+    if is_hook:
+        nodes_of_graph["9"]["inputs"]["hooks"] = ["7", 0]
+    ran = nodes(watch().run(nodes_of_graph))
+    (verdict,) = ran["7" if is_hook else "2"].facts["lora_verdicts"]
+    assert verdict["effective"] is effective
+    assert ("the prompt ended before" in verdict["says"]) is (effective is None)
+
+
+@pytest.mark.parametrize("kind", ["Lora", "Hook"])
+def test_of_a_loader_that_fails_nobody_knows_what_its_lora_would_have_done(
+    watch: Watch, host_with_lora: Host, kind: str
+) -> None:
+    """As with a file that cannot be read."""
+
+    def fail(**_: Any) -> Any:
+        raise ValueError("planted")
+
+    host_with_lora.nodes[kind] = Node(host_with_lora.nodes[kind].RETURN_TYPES, fail)
+    nodes_of_graph = graph("1")
+    nodes_of_graph["2"]["class_type"] = kind
+    run = watch().run(nodes_of_graph)
+    (verdict,) = nodes(run)["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is None
+    assert "LoRA style.safetensors: unknown (the node failed before it gave" in line_of(run)
+
+
+def test_of_a_hook_in_a_prompt_that_fails_before_a_sampler_takes_it_nobody_knows_what_it_does(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    hook = {"class_type": "Hook", "inputs": {"lora_name": "style.safetensors", "strength_model": 1.0}}
+    nodes_of_graph = graph("1", {"7": hook, "8": {"class_type": "Fail", "inputs": {"x": ["7", 0]}}})
+    nodes_of_graph["9"]["inputs"] |= {"hooks": ["7", 0], "latent_image": ["8", 0]}
+    (verdict,) = nodes(watch().run(nodes_of_graph))["7"].facts["lora_verdicts"]
+    assert verdict["effective"] is None
+    assert "the prompt ended before a step was made with it" in verdict["says"]
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.0])

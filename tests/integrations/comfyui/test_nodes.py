@@ -333,16 +333,22 @@ def test_a_lora_s_keys_and_patches_are_counted(watch: Watch, host: Host) -> None
         ({"lora_name": "a.safetensors", "ckpt_name": "b.safetensors"}, ["a.safetensors"]),
         ({"lora_name": "x.safetensors", "lora_stack": [("a.safetensors", 1.0, 1.0)]}, ["x.safetensors", "a.safetensors"]),
         ({"text": "a cat"}, ["(unnamed)"]),
+        ({"text": "a cat <lora:c:0.8>"}, ["sub/c.safetensors"]),
     ],
 )  # fmt: skip
 def test_a_node_s_loras_are_named_wherever_their_names_are_given(
     watch: Watch, host: Host, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], named: list[str]
 ) -> None:
-    known = {"a.safetensors", "b.safetensors"}
-    folders = SimpleNamespace(get_full_path=lambda _kind, name: f"/loras/{name}" if name in known else None)
+    known = {"a.safetensors", "b.safetensors", "sub/c.safetensors"}
+    folders = SimpleNamespace(
+        get_full_path=lambda _kind, name: f"/loras/{name}" if name in known else None,
+        get_filename_list=lambda _kind: sorted(known),
+    )
     monkeypatch.setitem(sys.modules, "folder_paths", folders)
 
     def load(**_: Any) -> Any:
+        if "<lora:" in str(inputs.get("text")):
+            host.module("comfy.utils").load_torch_file("/loras/sub/c.safetensors")
         host.module("comfy.lora").load_lora({"a": 1}, {"a": 1})
         return (1,)
 

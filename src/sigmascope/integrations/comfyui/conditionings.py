@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sigmascope.integrations.comfyui.instruments import Instrument
 from sigmascope.integrations.comfyui.needs import Need, output_data
-from sigmascope.integrations.comfyui.posted_graph import signature_of
+from sigmascope.integrations.comfyui.posted_graph import links_of, signature_of
 from sigmascope.integrations.comfyui.recording import PromptRecording
-from sigmascope.integrations.comfyui.sampling import first_of
+from sigmascope.integrations.comfyui.sampling import LATENTS, first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
 from sigmascope.probes.reading import attribute, mapping, number, sequence
 
@@ -447,8 +447,36 @@ def sampled_in(prompt: PromptRecording) -> dict[str, Sampled]:
     """With what each node of the posted graph made its steps, with those that it expanded into. At the prompt's end: it waits."""
     seen = prompt.until_the_end(_NAME, _Seen)
     if seen.sampled is None:
-        seen.sampled = _sampled(prompt, seen)
+        seen.sampled = without_forgotten(_sampled(prompt, seen), prompt.graph)
     return seen.sampled
+
+
+def without_forgotten(by_node: Mapping[str, Sampled], graph: Mapping[str, Any]) -> dict[str, Sampled]:
+    """The same, where nothing counts of what a node sampled that goes to samplers alone which begin from noise."""
+    takers: dict[str, list[tuple[str, str]]] = {}
+    for taker, node in graph.items():
+        for name, (source, _) in links_of(node):
+            takers.setdefault(source, []).append((taker, name))
+
+    def is_lost(node_id: str, on_the_way: frozenset[str] = frozenset()) -> bool:
+        taken = takers.get(node_id, ())
+        return (
+            node_id not in on_the_way
+            and bool(taken)
+            and all(
+                (name in LATENTS and forgets(taker)) or is_lost(taker, on_the_way | {node_id})
+                for taker, name in taken
+            )
+        )
+
+    def forgets(node_id: str) -> bool:
+        return node_id in by_node and by_node[node_id].forgets
+
+    if not any(map(forgets, by_node)):
+        return dict(by_node)
+    return {
+        node_id: sampled.forgotten() if is_lost(node_id) else sampled for node_id, sampled in by_node.items()
+    }
 
 
 def _sampled(prompt: PromptRecording, seen: _Seen) -> dict[str, Sampled]:

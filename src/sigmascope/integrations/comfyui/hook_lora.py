@@ -31,6 +31,7 @@ from sigmascope.stages.lora_on_model import match_file, names_of_all
 from sigmascope.stages.model_snapshot import ModelPatches
 
 _NOT_TAKEN: Final = "no node that encodes a text or samples takes it"
+_ENDED: Final = "the prompt ended before a step was made with it"
 _NEVER_IN_FORCE: Final = "it was in force for no text that was encoded and no step"
 _OFF_BY_SCHEDULE: Final = "its schedule has strength 0 wherever it was in force"
 _CANCELLED: Final = "hooks that were in force together cancel each other"
@@ -38,6 +39,7 @@ _UNCHANGED: Final = "ComfyUI merged it, and no weight became another one: they a
 _AGAINST_MODEL: Final = "it cancels a LoRA that is on the model itself"
 _NO_WEIGHT: Final = "no conditioning that it is on has any weight: a mask of zeros, strength 0, or cfg 0"
 _MAY_COUNT: Final = "it is not seen whether any conditioning that it is on counts: cfg, or a number of the guider, is 0, the last step has no conditioning, or the noise mask is zeros"
+_FORGOTTEN: Final = "the sampler that takes the latent begins from noise alone (first sigma 1), so that nothing is left of the steps that were made with it"
 _OF_OTHER_PARTS: Final = frozenset({"part_missing", "text_encoder_missing"})
 """Why modules match nothing of a model that is one part alone."""
 _REACHES_TEXT: Final = "its hook reaches a text encoder alone, and no module is for that: put it on the conditioning too (apply_to_conds)"
@@ -256,6 +258,9 @@ class HookLora(Instrument):
             "effective": False, "reason": None, "modules_used": None, "modules": None, "why": None,
         }  # fmt: skip
         known = seen.models.get(one.hook, {})
+        failed = not prompt.facts.get("success", True)
+        if one.hook is not None and not known and failed:
+            return _Known({**verdict, "effective": None, "reason": _ENDED})
         if one.hook is None or not known:
             return _Known({**verdict, "modules_used": 0, "why": ZERO if one.hook is None else _NOT_TAKEN})
         models = {is_text: patcher() for is_text, patcher in known.items()}
@@ -285,7 +290,7 @@ class HookLora(Instrument):
                     changed, lost = set(), _CHANGED_AFTER if is_text else _MAY_COUNT
                     open_because = lost
                 elif not how:
-                    changed, lost = set(), _NOT_COUNTED if is_text else _NO_WEIGHT
+                    changed, lost = set(), _NOT_COUNTED if is_text else _why_no_weight(one.hook, prompt)
                 elif all(looks[key].is_skipped for key in changed):
                     changed, lost = set(), SKIPPED
                     open_because = lost
@@ -312,6 +317,8 @@ class HookLora(Instrument):
             and not matching.value.matched
         ):
             whys = {_REACHES_TEXT if True in models else _REACHES_DENOISER: None}
+        if failed and was_in_force and not any(node.seen_steps for node in prompt.nodes.values()):
+            return _Known({**verdict, "effective": None, "reason": _ENDED}, used)
         if open_because is not None and not count:
             return _Known({**verdict, "effective": None, "reason": open_because}, used)
         verdict |= {"effective": changes_weights, "modules": len(matching.value.modules) or None}
@@ -335,6 +342,15 @@ def _weighed(hook: object, prompt: PromptRecording) -> bool | None:
     states = [one for sampled in sampled_in(prompt).values() for one in sampled.states.items()]
     weights = [has_weight for hooks, has_weight in states if any(ref is hook for ref, _ in hooks)]
     return True if True in weights or not weights else None if None in weights else False
+
+
+def _why_no_weight(hook: object, prompt: PromptRecording) -> str:
+    with_it = [
+        sampled
+        for sampled in sampled_in(prompt).values()
+        if any(ref is hook for state in sampled.states for ref, _ in state)
+    ]
+    return _FORGOTTEN if with_it and all(sampled.is_forgotten for sampled in with_it) else _NO_WEIGHT
 
 
 def _text_used(encoders: Iterable[str], prompt: PromptRecording) -> bool | None:

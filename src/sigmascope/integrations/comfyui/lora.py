@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,14 @@ from safetensors import safe_open
 from sigmascope.integrations.comfyui.files import FILES
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
-from sigmascope.integrations.comfyui.models_in_use import InUse, ModelsInUse, Use, Uses, patches_of
+from sigmascope.integrations.comfyui.models_in_use import (
+    InUse,
+    ModelsInUse,
+    Use,
+    Uses,
+    changes_of,
+    patches_of,
+)
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import following, links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
@@ -56,7 +64,9 @@ _STRENGTHS: Final = (
 """A loader's inputs, ComfyUI's own first."""
 _DEEPEST: Final = 8
 """Levels of lists and dicts in which a node is given the names of LoRAs."""
-_NO_MODEL: Final = "the node gives no model: its LoRA is applied later, if at all"
+_NO_MODEL: Final = (
+    "the node gives no model that has its LoRA: it is applied inside the node or later, if at all"
+)
 _ALL_USED: Final[Mapping[str, Mapping[str, str]]] = {}
 _KINDS: Final = {"MODEL": "denoiser", "CLIP": "text encoder"}
 """What a LoRA changes, by the kind of output that has it."""
@@ -76,7 +86,8 @@ _MAY_COUNT: Final = "cfg, a number of the guider, the noise mask or a last step 
 SKIPPED: Final = "clip skip takes the text from before the layers that it changes: only the pooled output holds them, which may not be used"
 _MASKED: Final = "the noise mask of the latent is zeros in what was sampled with"
 _FORGOTTEN: Final = "the sampler that takes the latent begins from noise alone (first sigma 1), so that nothing is left of what was sampled with"
-_OPEN: Final = frozenset({_ENDED, _MAY_USE, _CHANGED_AFTER, _MAY_COUNT, SKIPPED})
+_MADE_ANEW: Final = "a node made other patches of it, of which it is not known how they act, on"
+_OPEN: Final = frozenset({_ENDED, _MAY_USE, _MADE_ANEW, _CHANGED_AFTER, _MAY_COUNT, SKIPPED})
 """Why it is not known whether a LoRA acts."""
 _UNLESS_LATER: Final = frozenset({_FORGOTTEN, _NO_STEP, _NO_WEIGHT, _MASKED, _NOT_COUNTED})
 """Why it did nothing as far as the prompt went."""
@@ -86,6 +97,7 @@ _REPLACED: Final = (
 _GIVEN_BACK: Final = "the node read the file and gave back the very model that it was given: whether it wrote into its weights was not seen"
 _OTHER_CHANGES: Final = "the node changes weights, by none of the names that the file has"
 _KEPT_BY_NODE: Final = "the node was told to take no LoRA, and gives a model that has one from before"
+_NODE_FAILED: Final = "the node failed before it gave a model or hooks that have it"
 _GONE: Final = "the models were gone when the prompt ended"
 
 
@@ -134,12 +146,14 @@ class _Patches(NamedTuple):
         every: All of them, and adapters beside the weights.
         by_weight: Those of each weight.
         off: Weights on which they have strength 0.
+        changes: The identities of what they change.
     """
 
     model: int
     every: frozenset[int]
     by_weight: Mapping[str, frozenset[int]]
     off: frozenset[str]
+    changes: frozenset[int]
 
 
 class _Known(NamedTuple):
@@ -151,6 +165,7 @@ class _Known(NamedTuple):
         weighed: What the weights said.
         patches: By part of the model.
         at: How many prompts before the one that it ran in were watched.
+        is_inner: Whether a node of the posted graph was expanded into that one. Which of its outputs that leads to is not known.
     """
 
     name: str
@@ -158,6 +173,7 @@ class _Known(NamedTuple):
     weighed: _Weighed
     patches: Mapping[str, _Patches]
     at: int
+    is_inner: bool = False
 
 
 _Sample = tuple[str, list[float]]
@@ -216,7 +232,12 @@ class Lora(Instrument):
         inputs = call.get("input_data_all")
         prompt = self.session.prompt_of(call.get("prompt_id"))
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
-        if prompt is None or node is None or error is not None or not isinstance(inputs, Mapping):
+        if prompt is None or node is None or not isinstance(inputs, Mapping):
+            return
+        if error is not None:
+            is_loader = "lora_name" in inputs or not node.facts.keys().isdisjoint({LORA, FILES})
+            for name in dict.fromkeys(_names_in(_first_of(inputs)) if is_loader else ()):
+                node.add(VERDICTS, said(name, {"effective": None, "reason": _NODE_FAILED, "why": None}))
             return
         obj, seen = call.get("obj"), prompt.until_the_end(self.name, _Seen)
         kinds = tuple(map(str, getattr(obj, "RETURN_TYPES", ())))
@@ -231,10 +252,12 @@ class Lora(Instrument):
         calls = _calls(inputs, result[0] or (), is_one=bool(getattr(obj, "INPUT_IS_LIST", False)))
         for given, gave in calls:
             models = _models_of(given, dict(zip(kinds, gave, strict=False)))
-            if _is_hooked(node, kinds, given, models):
+            names = list(dict.fromkeys(_names_in(given)))
+            if not names and len(calls) == 1 and len(read := _names_read(node)) == len(patches):
+                names = read
+            if _is_hooked(node, kinds, given, models, names):
                 continue
             kept = {what: known for what, model in models.items() if (known := weakly(model)) is not None}
-            names = list(dict.fromkeys(_names_in(given)))
             if not names and not (reads or keeps_one or is_off):
                 continue  # it was told to take none
             apart = len(names) > 1 and len(names) == len(patches) and len(calls) == 1
@@ -251,9 +274,11 @@ class Lora(Instrument):
         anew: dict[str, list[_Known]] = {}
         in_use = self._in_use.of_prompt(prompt)
         judged = [(one.node, self._judge(one, seen, in_use.at)) for one in seen.applied]
-        for node, known in judged:
-            node.add(VERDICTS, _verdict_of(known, node.id, prompt, seen, in_use))
-            anew.setdefault(node.id, []).append(known)
+        for node, judgement in judged:
+            posted = prompt.posted(node)
+            known = judgement._replace(is_inner=posted != node.id)
+            node.add(VERDICTS, _verdict_of(known, posted, prompt, seen, in_use))
+            anew.setdefault(posted, []).append(known)
         for node_id, since, known in self._known.of_prompt(prompt, anew):
             keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen, in_use, since))
 
@@ -309,7 +334,8 @@ def _patches_in(models: Mapping[str, Any]) -> dict[str, _Patches]:
             }
             by_weight = {key: every & new for key, new in own.items()}
             off = frozenset(key for key, new in own.items() if new and not by_weight[key])
-            found[word] = _Patches(id(getattr(patcher, "model", None)), every, by_weight, off)
+            changes = frozenset(set(changes_of(patcher)) - set(changes_of(before)))
+            found[word] = _Patches(id(getattr(patcher, "model", None)), every, by_weight, off, changes)
     return found
 
 
@@ -326,11 +352,31 @@ def _verdict_of(
     since: str | None = None,
 ) -> dict[str, Any]:
     """The verdict on a LoRA of a node, with what became of the models that the node gave."""
-    nowhere, unused = _leads_nowhere(prompt, node_id, known.kinds), _unused(known, node_id, prompt, in_use)
+    nowhere, unused = _leads_nowhere(known, node_id, prompt, in_use), _unused(known, node_id, prompt, in_use)
     verdict = _with_use(known.weighed, nowhere, unused)
+    if verdict["effective"] and not known.weighed.modules:
+        verdict |= _use_of_no_file(known, nowhere, unused)
     if not verdict["effective"] and any(patches.every & seen.replaced for patches in known.patches.values()):
         verdict["why"] = _REPLACED
     return said(known.name, verdict, since)
+
+
+def _use_of_no_file(
+    known: _Known, nowhere: frozenset[str], unused: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    """What a verdict says of a LoRA of which no module is known, if no part of the model that has it was used."""
+    hows = {
+        part: _NOT_TAKEN if part in nowhere else unused.get(part, {}).get("")
+        for part, patches in known.patches.items()
+        if patches.every
+    }
+    idle = {part: [how] for part, how in hows.items() if how is not None}
+    if not idle or len(idle) < len(hows):
+        return {}
+    why = _idle_in_words(idle, dict.fromkeys(idle, 1))
+    return (
+        {"effective": None, "reason": why} if _OPEN & {*hows.values()} else {"effective": False, "why": why}
+    )
 
 
 def said(name: str, verdict: Mapping[str, Any], since: str | None = None) -> dict[str, Any]:
@@ -356,7 +402,7 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
     for slot, kind in enumerate(known.kinds if node_id in prompt.graph else ()):
         part = _KINDS.get(kind, "")
         patches = known.patches.get(part)
-        followers = following(prompt.graph, node_id, slot)
+        followers = following(prompt.graph, node_id, None if known.is_inner else slot)
         if patches is None or any(not in_use.is_known(one, known.at) for one in followers & prompt.cached):
             found[part] = {} if patches is None else dict.fromkeys(patches.off, _OFF)
             continue
@@ -368,7 +414,12 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             does.append(own)
         samplers = [one for one in does if one.does.startswith("samples")]
         users = samplers if part == "denoiser" else [one for one in does if one.does == "encodes"]
-        counting = [one for one in does if one.sampled is None or one.sampled.counts is not False]
+        counting = [
+            one
+            for one in does
+            if one.does not in ("samples nothing", "was cut")
+            and (one.sampled is None or one.sampled.counts is not False)
+        ]
         using = [one for one in counting if any(use.model == patches.model for use in one.models)]
         uses = [use for one in using for use in one.models if use.model == patches.model]
         if samplers and all(one.does == "samples nothing" for one in samplers):
@@ -402,6 +453,8 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             found[part] = {"": _MAY_USE}
         if found.get(part, {}).get("") == _NOT_RUN and any(_is_forgotten(one, patches) for one in does):
             found[part] = {"": _FORGOTTEN}
+        if found.get(part, {}).get("") == _NOT_RUN and any(_is_made_anew(one, patches) for one in counting):
+            found[part] = {"": _MADE_ANEW}
         if is_cut and found.get(part, {}).get("") in _UNLESS_LATER:
             found[part] = {"": _ENDED}
     return found
@@ -417,6 +470,14 @@ def _is_forgotten(uses: Uses, patches: _Patches) -> bool:
     """Whether a node sampled with a LoRA, and nothing that follows took of what it made."""
     is_lost = uses.sampled is not None and uses.sampled.is_forgotten
     return is_lost and any(use.leaves(patches.every) for use in uses.models if use.model == patches.model)
+
+
+def _is_made_anew(uses: Uses, patches: _Patches) -> bool:
+    """Whether a node used a model with patches that hold the same changes, and are none of the loader's."""
+    return any(
+        use.model == patches.model and use.changes & patches.changes and not use.patches & patches.every
+        for use in uses.models
+    )
 
 
 def _has_sampled(uses: Uses) -> bool:
@@ -523,6 +584,15 @@ def _names_in(inputs: Mapping[str, Any]) -> Iterator[str]:
     yield from (text for text in _texts_in(others, _DEEPEST) if path_of(text) is not None)
 
 
+def _names_read(node: NodeWatch) -> list[str]:
+    """The LoRA files that a node read, such as one that takes their names out of a prompt; none where a name is that of two."""
+    folders: Any = sys.modules.get("folder_paths")
+    known = attempt(lambda: folders.get_filename_list("loras")).value or ()
+    read = [file["file"] for file in node.facts.get(FILES, ())]
+    found = [[name for name in known if Path(name).name == file] for file in read]
+    return [] if any(len(names) > 1 for names in found) else [name for names in found for name in names]
+
+
 def _texts_in(value: Any, depth: int) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -602,19 +672,24 @@ def _patcher_of(model: Any) -> Any:
 
 
 def _is_hooked(
-    node: NodeWatch, kinds: Sequence[str], inputs: Mapping[str, Any], models: Mapping[str, Any]
+    node: NodeWatch,
+    kinds: Sequence[str],
+    inputs: Mapping[str, Any],
+    models: Mapping[str, Any],
+    names: Sequence[str],
 ) -> bool:
     """Whether the LoRA of a node is a hook's, which `hook_lora` judges.
 
     It makes hooks, or has them set on a model; or it reads the LoRA since it samples or encodes with them. Such a node may put
-    a LoRA on a model all the same, as loaders do that encode the prompt too: then it gives another model than it was given.
+    a LoRA on a model all the same, as loaders do that encode the prompt too: then it gives another model than it was given, or
+    the LoRA's file has a name there.
     """
     if "HOOKS" in kinds or "hooks" in inputs:
         return True
     is_other = any(
         models[part] is not None and models[part] is not models[f"{part} before"] for part in ("unet", "clip")
     )
-    return (node.is_sampler or "CONDITIONING" in kinds) and not is_other
+    return (node.is_sampler or "CONDITIONING" in kinds) and not is_other and not names
 
 
 def path_of(name: Any) -> str | None:
@@ -626,13 +701,18 @@ def path_of(name: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _leads_nowhere(prompt: PromptRecording, node_id: str, kinds: Sequence[str]) -> frozenset[str]:
-    """What of the models that a node of the posted graph gives goes to no other node."""
-    if node_id not in prompt.graph:
+def _leads_nowhere(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse) -> frozenset[str]:
+    """What of the models that a node of the posted graph gives goes to no other node, nor was used in it itself."""
+    if known.is_inner or node_id not in prompt.graph:
         return frozenset()
+    own = in_use.by_node.get(node_id)
+    does = "other" if own is None else own.does
+    used = {"encodes": {"text encoder"}, "other": set[str]()}.get(does, {*_KINDS.values()})
     taken = {link for node in prompt.graph.values() for _, link in links_of(node)}
     return frozenset(
-        _KINDS[kind] for slot, kind in enumerate(kinds) if kind in _KINDS and (node_id, slot) not in taken
+        _KINDS[kind]
+        for slot, kind in enumerate(known.kinds)
+        if kind in _KINDS and (node_id, slot) not in taken and _KINDS[kind] not in used
     )
 
 

@@ -20,13 +20,13 @@ from sigmascope.integrations.comfyui.conditionings import (
     sampled_in,
     samplings_in,
     state_of,
+    without_forgotten,
 )
 from sigmascope.integrations.comfyui.encodings import TEXT_ENCODING
 from sigmascope.integrations.comfyui.instruments import weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept
-from sigmascope.integrations.comfyui.posted_graph import links_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
-from sigmascope.integrations.comfyui.sampling import LATENTS, SAMPLING
+from sigmascope.integrations.comfyui.sampling import SAMPLING
 from sigmascope.probes.applied_patch import AppliedPatch, Standing
 from sigmascope.probes.comfyui_patcher import bypasses_of, kept_weights, original_weight
 from sigmascope.probes.comfyui_weight_adapter import PatcherEntry, applied
@@ -51,6 +51,9 @@ _Hooked = Mapping[object, Mapping[str, Sequence[Any]]]
 """The patches of hooks: by ComfyUI's mark of a hook, and by weight."""
 
 
+Does = Literal["samples", "samples nothing", "was cut", "encodes", "other", "unknown"]
+
+
 class Use(NamedTuple):
     """A model as a node put it on a device.
 
@@ -59,12 +62,14 @@ class Use(NamedTuple):
         patches: Those of its patches, and of its adapters beside the weights, as far as later ones leave them.
         cancelled: Of these the ones that cancel each other, each with the id of the verdict; or all, with `LOADED_OVER`.
         skipped: Of a text encoder's, those on layers that clip skip leaves out of a text: see `is_skipped`.
+        changes: The identities of what its patches change, which are the same where a node has made other patches of them.
     """
 
     model: int
     patches: frozenset[int]
     cancelled: Mapping[int, str]
     skipped: frozenset[int] = frozenset()
+    changes: frozenset[int] = frozenset()
 
     def leaves(self, patches: frozenset[int]) -> bool:
         """Whether some of these patches act."""
@@ -77,15 +82,15 @@ class Uses(NamedTuple):
     Attributes:
         at: How many prompts before that one were watched.
         models: Those that it put on a device.
-        does: "samples", "samples nothing" (it was told to make no step), "encodes" a text, or "other"; "unknown": it went
-            through something by a bar of its own.
+        does: "samples", "samples nothing" (it was told to make no step), "was cut" (it was to sample, and the prompt failed
+            before a step was done), "encodes" a text, or "other"; "unknown": it went through something by a bar of its own.
         sampled: With what conditionings it made its steps; None: it was not seen to make any.
         maker: The signature under which the conditionings that it made are known; None: it was not seen to make any.
     """
 
     at: int
     models: tuple[Use, ...]
-    does: Literal["samples", "samples nothing", "encodes", "other", "unknown"]
+    does: Does
     sampled: Sampled | None = None
     maker: str | None = None
 
@@ -126,6 +131,7 @@ class _Stack(NamedTuple):
     patches: frozenset[int]
     mark: Hashable
     skipped: frozenset[int]
+    changes: frozenset[int]
 
 
 class _Cancelled(NamedTuple):
@@ -176,7 +182,7 @@ class ModelsInUse:
         at, self._prompts = self._prompts, self._prompts + 1
         loads = prompt.until_the_end(_NAME, _Loads)
         sampled, makers = sampled_in(prompt), makers_in(prompt)
-        over = _loaded_over(prompt, loads)
+        over, failed = _loaded_over(prompt, loads), not prompt.facts.get("success", True)
         ran: dict[str, list[NodeWatch]] = {"": []}
         for node in prompt.nodes.values():
             ran.setdefault(prompt.posted(node), []).append(node)
@@ -189,8 +195,12 @@ class ModelsInUse:
                     else self._use(*known, alive, sampled.get(node_id), loads)
                     for known, alive in loads.by_node.get(node_id, {}).items()
                 ),
-                _done_by(nodes),
-                sampled.get(node_id),
+                does := _done_by(
+                    nodes,
+                    failed=failed,
+                    encodes=node_id in makers and _has_text_encoder(loads.by_node.get(node_id, {}).values()),
+                ),
+                None if does == "was cut" else sampled.get(node_id),
                 makers.get(node_id),
             )
             for node_id, nodes in ran.items()
@@ -224,7 +234,8 @@ class ModelsInUse:
         if getattr(patcher, "is_clip", False):
             hooked, states = mapping(patcher, "hook_patches"), [forced]
         if not any(ref in hooked for state in states for ref, _ in state):
-            return Use(stack.model, stack.patches, self._cancelled_on(stack, patcher), stack.skipped)
+            cancelled = self._cancelled_on(stack, patcher)
+            return Use(stack.model, stack.patches, cancelled, stack.skipped, stack.changes)
         here = [_hooked_in(state, hooked) for state in states]
         patches = stack.patches.union(*(_identities(one) for one in here))
         if len(here) > _MOST_STATES or patcher is None:
@@ -246,41 +257,21 @@ class ModelsInUse:
 
 def _without_forgotten(by_node: Mapping[str, Uses], graph: Mapping[str, Any]) -> dict[str, Uses]:
     """The same, where nothing counts of what a node sampled that goes to samplers alone which begin from noise."""
-    takers: dict[str, list[tuple[str, str]]] = {}
-    for taker, node in graph.items():
-        for name, (source, _) in links_of(node):
-            takers.setdefault(source, []).append((taker, name))
+    sampled = {node_id: uses.sampled for node_id, uses in by_node.items() if uses.sampled is not None}
+    left = without_forgotten(sampled, graph)
+    return {node_id: uses._replace(sampled=left.get(node_id)) for node_id, uses in by_node.items()}
 
-    def is_lost(node_id: str, on_the_way: frozenset[str] = frozenset()) -> bool:
-        taken = takers.get(node_id, ())
-        return (
-            node_id not in on_the_way
-            and bool(taken)
-            and all(
-                (name in LATENTS and forgets(taker)) or is_lost(taker, on_the_way | {node_id})
-                for taker, name in taken
-            )
-        )
 
-    def forgets(node_id: str) -> bool:
-        sampled = by_node[node_id].sampled if node_id in by_node else None
-        return sampled is not None and sampled.forgets
-
-    if not any(map(forgets, by_node)):
-        return dict(by_node)
-    return {
-        node_id: uses
-        if uses.sampled is None or not is_lost(node_id)
-        else uses._replace(sampled=uses.sampled.forgotten())
-        for node_id, uses in by_node.items()
-    }
+def _has_text_encoder(loaded: Iterable[Callable[[], Any] | None]) -> bool:
+    return any(attribute(alive(), "is_clip") for alive in loaded if alive is not None)
 
 
 def _stack_of(patcher: Any) -> _Stack:
     mark = getattr(patcher, "patches_uuid", None)
     on_layers = getattr(patcher, "patches", None) or {} if getattr(patcher, "is_clip", False) else {}
     skipped = _identities_in(held for key, held in on_layers.items() if is_skipped(patcher, key))
-    return _Stack(id(patcher.model), frozenset(patches_of(patcher)), mark, frozenset(skipped))
+    changes = frozenset(changes_of(patcher))
+    return _Stack(id(patcher.model), frozenset(patches_of(patcher)), mark, frozenset(skipped), changes)
 
 
 def is_skipped(patcher: Any, key: str) -> bool:
@@ -313,16 +304,22 @@ def _loaded_over(prompt: PromptRecording, loads: _Loads) -> set[tuple[str, _Stac
     return found
 
 
-def _done_by(
-    nodes: Sequence[NodeWatch],
-) -> Literal["samples", "samples nothing", "encodes", "other", "unknown"]:
-    """What a node of the posted graph did, with the nodes that it expanded into."""
+def _done_by(nodes: Sequence[NodeWatch], *, failed: bool, encodes: bool) -> Does:
+    """What a node of the posted graph did, with the nodes that it expanded into.
+
+    Args:
+        nodes: Both.
+        failed: Whether the prompt did.
+        encodes: Whether they gave conditionings, and put a text encoder on a device.
+    """
     samplers = [node for node in nodes if node.is_sampler]
     if samplers:
+        if failed and not any(node.seen_steps for node in samplers):
+            return "was cut"
         return "samples nothing" if all(map(_makes_no_step, samplers)) else "samples"
     if any("progress" in node.facts for node in nodes):
         return "unknown"
-    return "encodes" if any(TEXT_ENCODING in node.facts for node in nodes) else "other"
+    return "encodes" if encodes or any(TEXT_ENCODING in node.facts for node in nodes) else "other"
 
 
 def _makes_no_step(sampler: NodeWatch) -> bool:
@@ -430,7 +427,20 @@ def patches_of(patcher: Any) -> Iterator[int]:
     yield from _identities_in((getattr(patcher, "patches", None) or {}).values())
 
 
+def changes_of(patcher: Any) -> Iterator[int]:
+    """The identities of what these patches change: a node that makes patches anew, of another strength, leaves them."""
+    return (
+        id(patch[1])
+        for patch in _left_in((getattr(patcher, "patches", None) or {}).values())
+        if len(patch) > 1
+    )
+
+
 def _identities_in(held: Iterable[Sequence[Any]]) -> Iterator[int]:
+    return map(id, _left_in(held))
+
+
+def _left_in(held: Iterable[Sequence[Any]]) -> Iterator[Any]:
     todo = list(held)
     while todo:
         for patch in reversed(todo.pop()):
@@ -438,7 +448,7 @@ def _identities_in(held: Iterable[Sequence[Any]]) -> Iterator[int]:
                 (*patch, None, None, None)[:3] if isinstance(patch, tuple) else (None,) * 3
             )
             if not _is_zero(strength):
-                yield id(patch)
+                yield patch
                 if isinstance(change, list):
                     todo.append(change)
             if _is_zero(before):

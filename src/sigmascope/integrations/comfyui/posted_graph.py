@@ -31,13 +31,13 @@ def links_of(node: Mapping[str, Any]) -> Iterator[tuple[str, Link]]:
             yield name, link
 
 
-def following(graph: Mapping[str, Any], node_id: str, slot: int) -> frozenset[str]:
-    """The nodes that an output of a node leads to."""
+def following(graph: Mapping[str, Any], node_id: str, slot: int | None) -> frozenset[str]:
+    """The nodes that an output of a node leads to; None: any of its outputs."""
     takers: dict[str, list[tuple[str, int]]] = {}
     for taker, node in graph.items():
         for _, (source, at) in links_of(node):
             takers.setdefault(source, []).append((taker, at))
-    found = {taker for taker, at in takers.get(node_id, ()) if at == slot}
+    found = {taker for taker, at in takers.get(node_id, ()) if slot is None or at == slot}
     todo = list(found)
     while todo:
         fresh = {taker for taker, _ in takers.get(todo.pop(), ())} - found
