@@ -585,6 +585,23 @@ def test_a_prompt_names_the_lora_of_a_hook_that_comfyui_kept(watch: Watch, host_
     assert ("4", "style.safetensors", True, 1) in kept(watched.run(prompt(2), "b"))
 
 
+def test_a_prompt_names_the_lora_of_a_hook_in_a_node_that_expands_and_was_kept(
+    watch: Watch, host_with_lora: Host
+) -> None:
+    def expand(lora_name: str) -> Any:
+        inputs = {"lora_name": lora_name, "strength_model": 1.0}
+        return {"expand": {"a": {"class_type": "Hook", "inputs": inputs}}, "last": "a"}
+
+    host_with_lora.nodes["Hooks"] = Node(("HOOKS",), expand)
+    hooks = {"2": {"class_type": "Hooks", "inputs": {"lora_name": "style.safetensors"}}}
+    watched = watch()
+    for prompt_id, seed in ("a", 1), ("b", 2):
+        nodes_of_graph = graph("1", hooks, seed=seed)
+        nodes_of_graph["9"]["inputs"]["hooks"] = ["2", 0]
+        run = watched.run(nodes_of_graph, prompt_id)
+    assert kept(run) == [("2", "style.safetensors", True, 1)]
+
+
 def test_a_signature_is_that_of_all_that_comes_before() -> None:
     def chain(value: int) -> dict[str, Any]:
         links = {str(at): {"class_type": "A", "inputs": {"x": [str(at - 1), 0]}} for at in range(1, 3000)}

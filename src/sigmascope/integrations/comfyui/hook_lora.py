@@ -59,10 +59,13 @@ _Group = frozenset[object]
 
 
 class _Made(NamedTuple):
-    """A LoRA of a node that makes hooks. `hook` is ComfyUI's mark of it, which all copies share; None: it made none."""
+    """A LoRA of a node that makes hooks. `hook` is ComfyUI's mark of it, which all copies share; None: it made none.
+
+    `slot` is None for a node that another was expanded into: which output of that one gives them is not known.
+    """
 
     node_id: str
-    slot: int
+    slot: int | None
     name: str
     path: str | None
     hook: object | None
@@ -242,7 +245,9 @@ class HookLora(Instrument):
         for node, one in seen.made:
             known = self._judge(one, seen, prompt)
             node.add(VERDICTS, said(one.name, known.verdict))
-            anew.setdefault(node.id, []).append((one, known))
+            posted = prompt.posted(node)
+            kept = one if posted == node.id else one._replace(slot=None)
+            anew.setdefault(posted, []).append((kept, known))
         for node_id, since, (one, earlier) in self._known.of_prompt(prompt, anew):
             known = self._judge(one, seen, prompt)
             # Where a node that follows was kept too, the hook was in force for it when it ran.
