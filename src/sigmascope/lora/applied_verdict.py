@@ -517,7 +517,14 @@ def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
     lengths = plain.frobenius_norm() * factors.frobenius_norm()
     if lengths > 0.0:
         return plain.inner(factors) > _MIN_SAME_COSINE * lengths
-    return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
+    own, held = _directions(plain), _directions(factors)
+    return all(_same_numbers(*both) for both in zip(own, held, strict=True))
+
+
+def _directions(factors: LoraFactors) -> tuple[Tensor, Tensor]:
+    """Up and down without the ranks of which both are zero: hosts fill factors up to a common rank with them."""
+    kept = factors.up.any(0) | factors.down.any(1)
+    return factors.up[:, kept], factors.down[kept]
 
 
 def _clearly_differ(change: LoraFactors, up: Tensor, down: Tensor) -> bool:

@@ -39,3 +39,12 @@ def test_one_other_factor_is_another_change(part: str) -> None:
 
 def test_an_opposite_change_is_another() -> None:
     assert not is_same(CHANGE, patch(-_UP, _DOWN))
+
+
+@pytest.mark.parametrize("file", ["of other values", "of zeros"])
+def test_a_zero_change_in_factors_of_a_larger_rank_is_the_same(file: str) -> None:
+    down = _DOWN if file == "of other values" else torch.zeros(3, 30)
+    untrained = LoraFactors(torch.zeros(40, 3), down, 3.0, (40, 30))
+    padded = torch.cat([down, torch.zeros(5, 30)])
+    assert is_same(untrained, patch(torch.zeros(40, 8), padded))
+    assert not is_same(untrained, patch(torch.zeros(40, 8), padded + 1.0))
