@@ -310,6 +310,16 @@ def test_a_lora_does_nothing_where_the_weights_are_those_from_before_it_was_merg
     assert not (is_back and acting_lora(run))
 
 
+@pytest.mark.parametrize("method", ["unfuse_lora", "unmerge_adapter"])
+def test_a_lora_that_was_taken_out_of_the_weights_is_not_said_to_be_in_others(method: str) -> None:
+    """Where nothing is lost in rounding, the weights are the same as before it was merged."""
+    facts = {"method": method, "lora_application": {"effective": True, "findings": []}}
+    taken_out = Stage("lora_application", 0.0, 0.1, facts=facts)
+    run = run_of(merged_into(unet="bare"), ran_on(unet="merged"), taken_out, ran_on(unet="bare"))
+    assert idle_lora(run) is None
+    assert not any(finding.id == "model.lora_elsewhere" for finding in diagnose(run))
+
+
 def test_of_two_parts_that_a_lora_was_merged_into_one_may_still_have_it() -> None:
     run = run_of(merged_into(unet="bare", text_encoder="plain"), ran_on(unet="bare", text_encoder="merged"))
     assert idle_lora(run) is None

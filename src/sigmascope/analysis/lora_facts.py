@@ -22,6 +22,8 @@ TAKE_OFF: Final = frozenset(
     {"delete_adapters", "merge_and_unload", "unload", "unload_lora", "unload_lora_weights"}
 )
 """Methods that take adapters off models."""
+TAKE_OUT: Final = frozenset({"unfuse_lora", "unmerge_adapter"})
+"""Methods that take LoRAs out of the weights again."""
 SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})
 """Kinds of changes that are nothing at strength 0: a DoRA's magnitudes act then too."""
 OF_ENCODERS: Final = "text encoders"

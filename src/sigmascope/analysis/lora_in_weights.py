@@ -10,6 +10,7 @@ from sigmascope.analysis.lora_facts import (
     OF_ENCODERS,
     SCALED,
     TAKE_OFF,
+    TAKE_OUT,
     WEIGHTS_BEFORE,
     WEIGHTS_LEFT,
     is_same,
@@ -75,7 +76,14 @@ def are_back(run: Run) -> set[str]:
 
 
 def are_all_back(run: Run) -> bool:
-    """Whether this is so of all components that a LoRA was merged into, and none acts beside the weights."""
+    """Whether this is so of all components that a LoRA was merged into, none acts beside the weights, and none was taken out."""
+    changes = [
+        stage
+        for stage in run.walk()
+        if stage.facts.get("method") in TAKE_OUT or WEIGHTS_BEFORE in stage.facts
+    ]
+    if changes and WEIGHTS_BEFORE not in changes[-1].facts:
+        return False
     last = next((loras_in_call(one) for one in reversed([*run.walk()]) if RECIPE in one.facts), {})
     beside = any(lora.get("active") != lora.get("merged", 0) for lora in last.values() if lora.get("active"))
     return bool(_merged_into(run)) and _merged_into(run) == are_back(run) and not beside
