@@ -427,10 +427,10 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     changed = any(changes.get("predicted") or patches.get("loras") for _, changes, patches in sides)
     is_on = any(acting_in(patches) for _, _, patches in sides) and not _is_off_since(run, stage)
     others = _on_other_side(run, stage)
+    left = left_in_weights(run)
+    if left and changed and (not is_on or _is_idle_since(run, stage)):
+        return _as_arrived(_in_weights(left), arrives)
     if not is_on and changed:
-        left = left_in_weights(run)
-        if left:
-            return _as_arrived(_in_weights(left), arrives)
         if not others:
             says = _in_last_call(run, stage)
             return _taken_off(run, stage) if says is None else _as_arrived(says, ())
@@ -530,6 +530,13 @@ def _is_off_since(run: Run, change: Stage) -> bool:
     )
     own = next(filter(None, calls), [])
     return bool(own) and not any(lora.get("active") for lora in own)
+
+
+def _is_idle_since(run: Run, change: Stage) -> bool:
+    """Whether the last call since a change has no LoRA that acts beside the weights, for one as its scale is 0."""
+    stages = [*run.walk()]
+    calls = [stage for stage in stages[stages.index(change) + 1 :] if RECIPE in stage.facts]
+    return bool(calls) and bool(idle_in_call(calls[-1]))
 
 
 def _in_last_call(run: Run, change: Stage | None = None) -> str | None:

@@ -323,8 +323,8 @@ def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> l
     return [*causes, *kept]
 
 
-def idle_findings(idle: Iterable[IdleChange]) -> list[Finding]:
-    """Why no change has an effect, the reason of most changes first; by its LoRA's name where others act as before.
+def idle_findings(idle: Iterable[IdleChange], *, by_name: bool = False) -> list[Finding]:
+    """Why no change has an effect, the reason of most changes first; by its LoRA's name where asked, or others act as before.
 
     That one is not active comes last: others do nothing though they were chosen.
     """
@@ -337,7 +337,8 @@ def idle_findings(idle: Iterable[IdleChange]) -> list[Finding]:
             by_cause.items(), key=lambda item: (item[0] == _NOT_ACTIVE, -len(item[1]))
         )
     ]
-    return [_by_name(one, by_cause[one.id]) for one in found] if _AS_BEFORE in by_cause else found
+    by_name = by_name or _AS_BEFORE in by_cause
+    return [_by_name(one, by_cause[one.id]) for one in found] if by_name else found
 
 
 _NOT_ACTIVE: Final = "lora_not_active"

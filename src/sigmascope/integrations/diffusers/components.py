@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sigmascope.analysis.lora_facts import TAKE_OFF, WEIGHTS_BEFORE, WEIGHTS_LEFT
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
-from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae
+from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae, listed_as_fused
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
     end_complete_denoising,
@@ -392,6 +392,7 @@ class LoraObserver(Observer):
             merged = guard.read("watch.lora", lambda: _merged_in(target))
             is_into_bare = method in _PUT_IN and merged == set()
             bare = self._contents(target, adapters or ()) if is_into_bare else {}
+            listed = listed_as_fused(target)
         stage = stack.enter(LORA_STAGE)
         after_step = None if stack.denoising is None else stack.denoising.steps_over
         if stack.pipeline_id is not None or stack.leave_loop is not None:
@@ -400,6 +401,7 @@ class LoraObserver(Observer):
         def after(result: object, error: BaseException | None) -> None:
             self.session.heard_loras = True
             self.session.heard_fusing |= method in _PUT_IN
+            self.session.fused_here |= {(id(target), name) for name in listed_as_fused(target) - listed}
             stack.leave(stage, error)
             stage.fact("method", method)
             if after_step is not None:

@@ -272,7 +272,7 @@ def begin_idle_lora_findings(
         for layer in range(lora["layers"])
     ]
     switched_off = [
-        IdleChange(patch.key, f"lora_{patch.cause}")
+        IdleChange(patch.key, f"lora_{patch.cause}", source=patch.source)
         if patch.in_base is None
         else IdleChange(patch.key, IN_BASE, patch.in_base)
         for patch in patches
@@ -284,6 +284,8 @@ def begin_idle_lora_findings(
     runs = _begin_idle_at_work(at_work, scaled, mute, is_attached=is_attached) if running else None
     waits = _begin_idle_left_out(left_out, parts, patches, on, seen) if left_out else None
     spoilt = None if running else _begin_spoilt_at_zero(at_work)
+    merged = {name.partition(".")[2] for name, lora in loras.items() if lora.get("merged")}
+    are_others_in_weights = bool(listed_as_fused(pipeline) - merged)
 
     def tell() -> list[dict[str, Any]]:
         of_running = [] if runs is None else runs.result()
@@ -296,13 +298,14 @@ def begin_idle_lora_findings(
         idle = [*of_running, *of_left_out, *([] if running else switched_off)]
         is_open = (_UNKNOWN, _ON_LATE, IN_BASE, MERGED_AT_ZERO)
         unknown = [change for change in idle if change.cause in is_open]
-        return [asdict(finding) for finding in idle_findings(unknown or idle)]
+        found = idle_findings(unknown or idle, by_name=are_others_in_weights)
+        return [asdict(finding) for finding in found]
 
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
 
 
 def fused_and_gone(
-    pipeline: object, loras: Loras, is_heard: bool, is_fusing_heard: bool
+    pipeline: object, loras: Loras, is_heard: bool, is_fusing_heard: bool, fused_here: Collection[str]
 ) -> list[dict[str, Any]]:
     """That LoRAs were fused which no layer has merged, where none acts: the weights do not tell of them.
 
@@ -312,13 +315,12 @@ def fused_and_gone(
         is_heard: Whether LoRAs were changed in the watch: that tells what became of the last one.
         is_fusing_heard: Whether some were fused in it: that tells with which strength. Of those that were fused before, and are
             no longer merged, nobody knows whether all was taken out.
+        fused_here: The names of those that this pipeline fused in it.
     """
     if (is_heard and not loras) or any(lora["active"] for lora in loras.values()):
         return []
-    listed = attribute(pipeline, "fused_loras")
     known = {name.partition(".")[2] for name, lora in loras.items() if is_fusing_heard or lora.get("merged")}
-    is_list = isinstance(listed, set | frozenset | list | tuple)
-    gone = sorted({*map(str, listed)} - known) if is_list else []
+    gone = sorted(listed_as_fused(pipeline) - known - {*fused_here})
     elsewhere = [] if gone or is_heard else _fused_elsewhere(pipeline, loras)
     if not gone and not elsewhere:
         return []
@@ -330,6 +332,12 @@ def fused_and_gone(
         else f"other code than this pipeline called fuse_lora on {' and '.join(elsewhere)}"
     )
     return [asdict(verdict_finding(FUSED_BEFORE, {"loras": len(gone) or None}, fused=said))]
+
+
+def listed_as_fused(pipeline: object) -> set[str]:
+    """The names of the adapters that a pipeline lists as fused: it forgets them when they are unfused, not when they are unloaded."""
+    listed = attribute(pipeline, "fused_loras")
+    return {*map(str, listed)} if isinstance(listed, set | frozenset | list | tuple) else set()
 
 
 def _fused_elsewhere(pipeline: object, loras: Loras) -> list[str]:
@@ -570,7 +578,7 @@ def _scaled_to_zero(patch: "AppliedPatch", scaled: Mapping[str, str]) -> "IdleCh
     argument = scaled[_scaled_part(patch, scaled)]
     if patch.in_base is not None and argument not in _OUTPUTS:
         return IdleChange(patch.key, IN_BASE, patch.in_base)
-    return IdleChange(patch.key, "lora_scaled_to_zero", argument)
+    return IdleChange(patch.key, "lora_scaled_to_zero", argument, patch.source)
 
 
 def _scaled_part(patch: "AppliedPatch", scaled: Mapping[str, str]) -> str:

@@ -254,7 +254,8 @@ class CallObserver(Observer):
                 stage.account_for(f"{RECIPE}.models.{name}", reading)
             found = idle.result() if idle is not None and idle.has_arrived() else None
             if found is not None:
-                heard = self.session.heard_loras, self.session.heard_fusing
+                here = {name for owner, name in self.session.fused_here if owner == id(pipeline)}
+                heard = self.session.heard_loras, self.session.heard_fusing, here
                 fused = read("watch.lora", lambda: fused_and_gone(pipeline, loras or {}, *heard))
                 found = found + (fused or [])
             if found or (loras and found is not None):

@@ -92,6 +92,7 @@ class Session:
         self.arrivals = Arrivals()
         self.has_stages = False
         self.heard_loras = self.heard_fusing = False
+        self.fused_here: set[tuple[int, str]] = set()
         self._load: Load | None = None
         self._own_time = OwnTime(self.recorder.clock)
 

@@ -767,7 +767,25 @@ def test_a_fused_lora_may_act_beside_one_that_was_loaded_later_and_is_off(name: 
     assert idle_lora(watching.record()) is None
     found = standing(watching.record())
     assert found is not None
-    assert found.words in ("unknown", "acts")
+    assert found.words == ("acts" if watched else "unknown")
+    assert ("lora_fused_before" in told(watching.record())) is not watched
+    idle = [one.message for one in watching.record().findings if one.id == "lora_disabled"]
+    assert [message.startswith(f"The LoRA {name} changes nothing") for message in idle] == [True]
+
+
+def test_a_fused_lora_acts_beside_one_that_the_call_scales_to_zero() -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as watching:
+        load(pipeline)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+        load(pipeline, "other")
+        picture = generate(pipeline, "sd15", num_inference_steps=1, cross_attention_kwargs={"scale": 0.0})
+    assert not torch.equal(picture, bare)
+    assert acting_lora(watching.record()) == "The LoRA acts in the denoiser: it is in the weights."
+    idle = [one.message for one in watching.record().findings if one.id == "lora_scaled_to_zero"]
+    assert [message.startswith("The LoRA other changes nothing") for message in idle] == [True]
 
 
 def state_with_nan(pipeline: Any) -> dict[str, Tensor]:
