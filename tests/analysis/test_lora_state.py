@@ -11,7 +11,7 @@ from sigmascope.analysis.diagnostics import diagnose, find_stage_findings
 from sigmascope.analysis.lora_state import OPEN_VERDICTS, acting_lora, idle_lora, spoiling_lora, standing
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.lora.verdict import VERDICTS
-from sigmascope.records.run import Finding, Run, Stage, Steps
+from sigmascope.records.run import Finding, Run, Stage, Steps, TensorFacts
 from sigmascope.reports.html import to_html
 from sigmascope.reports.markdown import to_markdown
 
@@ -153,6 +153,45 @@ def test_loras_that_were_there_before_the_watch_are_said_to_act(stages: tuple[St
 )
 def test_loras_that_were_there_before_are_not_said_to_act(stage: Stage) -> None:
     assert acting_lora(run_of(stage)) is None
+
+
+NAN = TensorFacts((1,), "float32", "cpu", 4, 1, nan_count=1)
+NAN_MADE = Stage("denoising", 0.3, 4.0, tensors={"latent": NAN})
+CHANGED = {
+    "id": "lora_changed_in_call",
+    "severity": "info",
+    "message": "LoRAs were changed while the call ran: set_adapters after step 1 of 3.",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "because"),
+    [
+        (looked_at(CHANGED, unet__style=STYLE), f". {CHANGED['message']}"),
+        (
+            replace(looked_at(unet__style=STYLE), children=(NAN_MADE,)),
+            ": the last call made NaN or Inf, which may come from it.",
+        ),
+        (
+            Stage("generation", 0.2, 8.0, facts={"recipe": {"loras": {"unet.style": STYLE}}}),
+            ": what it did in the last call was not measured.",
+        ),
+        (replace(looked_at(unet__style=STYLE), error="RuntimeError"), ": the last call failed."),
+    ],
+    ids=["changed between steps", "NaN", "nobody looked", "the call failed"],
+)
+def test_of_a_lora_on_the_models_of_the_last_call_it_is_said_why_nothing_is_known(
+    stage: Stage, because: str
+) -> None:
+    run = run_of(stage)
+    says = f"Whether the LoRA acts is unknown{because}"
+    assert standing(run) == ("unknown", says, None)
+    assert says in unescape(to_html(run))
+
+
+def test_nothing_is_said_of_loras_where_the_last_call_has_none() -> None:
+    assert standing(run_of(looked_at(CHANGED, unet__style=STYLE), looked_at())) is None
+    assert standing(run_of(call())) is None
 
 
 @pytest.mark.parametrize("change", [applied(False, ZEROS), applied(True)], ids=["zeros", "switched off"])

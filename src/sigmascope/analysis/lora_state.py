@@ -58,6 +58,7 @@ MERGED_AT_ZERO: Final = "lora_merged_at_zero"
 """What is open for who sees a call alone: a change that was watched tells what was merged."""
 _FUSED_BEFORE: Final = "lora_fused_before"
 """A remark of a call: most who fuse a LoRA before the watch do so on purpose."""
+_CHANGED_IN_CALL: Final = "lora_changed_in_call"
 OPEN_VERDICTS: Final = frozenset(
     {
         "lora_encoder_not_run",
@@ -101,7 +102,30 @@ def standing(run: Run) -> LoraStanding | None:
             "without values" if is_empty else "NaN or Inf", str(spoils["message"]), is_well=False
         )
     unknown = _open_change(run) or _fused_before(run) or (_MAY_BE_LEFT if may_be_left(run) else None)
-    return _acting_standing(run) or (None if unknown is None else LoraStanding("unknown", unknown, None))
+    acts = _acting_standing(run)
+    unknown = unknown or (_not_told(run) if acts is None else None)
+    return acts or (None if unknown is None else LoraStanding("unknown", unknown, None))
+
+
+def _not_told(run: Run) -> str | None:
+    """Why nothing is known of LoRAs that were on the models of the last call; None if none was."""
+    last = next((stage for stage in reversed([*run.walk()]) if RECIPE in stage.facts), None)
+    if last is None or not loras_in_call(last):
+        return None
+    changed = next((one for one in idle_in_call(last) if one.get("id") == _CHANGED_IN_CALL), None)
+    if changed is not None:
+        return f"Whether the LoRA acts is unknown. {changed['message']}"
+    if last.error is not None:
+        why = "the last call failed"
+    elif _made_nan(last):
+        why = "the last call made NaN or Inf, which may come from it"
+    else:
+        why = "what it did in the last call was not measured"
+    return f"Whether the LoRA acts is unknown: {why}."
+
+
+def _made_nan(call: Stage) -> bool:
+    return any(facts.nan_count or facts.inf_count for stage in call.walk() for facts in stage.tensors.values())
 
 
 _MAY_BE_LEFT: Final = (
@@ -556,7 +580,7 @@ def _in_last_call(run: Run, change: Stage | None = None) -> str | None:
     # The look at them is there, and found none that does nothing; it may have failed, or not be over.
     if not loras or last.error is not None or IDLE_LORAS not in last.facts or idle_in_call(last):
         return None
-    if any(facts.nan_count or facts.inf_count for stage in last.walk() for facts in stage.tensors.values()):
+    if _made_nan(last):
         return None  # their factors may hold NaN, which the look does not search for
     by_adapter: dict[str, list[str]] = {}
     for name, lora in loras.items():
