@@ -177,6 +177,9 @@ def find_stage_findings(run: Run) -> list[Finding]:
     known = {finding.id for finding in findings} | settled
     known |= {lora_state.IS_ZERO} if lora_state.UNTRAINED in known else set()
     idle = [finding for stage in run.walk() for finding in _read(stage.facts.get(IDLE_LORAS), stage)]
+    if at_zero := lora_state.merged_at_zero(run):
+        call = next(stage for stage in reversed([*run.walk()]) if stage.facts.get(IDLE_LORAS))
+        idle += _read([at_zero], call)
     return findings + list({finding.id: finding for finding in idle if finding.id not in known}.values())
 
 

@@ -125,7 +125,9 @@ def _not_told(run: Run) -> str | None:
 
 
 def _made_nan(call: Stage) -> bool:
-    return any(facts.nan_count or facts.inf_count for stage in call.walk() for facts in stage.tensors.values())
+    return any(
+        facts.nan_count or facts.inf_count for stage in call.walk() for facts in stage.tensors.values()
+    )
 
 
 _MAY_BE_LEFT: Final = (
@@ -244,6 +246,14 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
         elif (is_over and _active_beside(None, stage)) or (only_on and _active_beside(only_on, stage)):
             idle = {}
     return idle
+
+
+def merged_at_zero(run: Run) -> Mapping[str, Any]:
+    """The finding that LoRAs do nothing which the watch saw merged with strength 0; empty if that is not how they ended."""
+    idle = _idle_finding(run)
+    return (
+        idle if _IF_MERGED_AT_ZERO in mapping(idle.get("evidence")) and idle["id"] != MERGED_AT_ZERO else {}
+    )
 
 
 def _at_zero(finding: Mapping[str, Any]) -> Mapping[str, Any]:

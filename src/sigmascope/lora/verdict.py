@@ -277,7 +277,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "warning",
         "Whether the LoRA acts is unknown: it is merged into {weights} and has strength 0 now, which takes nothing out of "
         "them if it was set after merging.",
-        "Take it out of the weights: unfuse_lora in diffusers. Set strengths before you fuse.",
+        "Take it out of the weights: unfuse_lora in diffusers. Set strengths before you fuse, and fuse with no lora_scale of 0.",
     ),
     "lora_scaled_to_zero": VerdictRow(
         "warning",
