@@ -133,7 +133,7 @@ def test_of_loras_that_do_nothing_in_the_end_the_calls_are_counted_in_which_one_
 )
 def test_loras_that_were_there_before_the_watch_are_said_to_act(stages: tuple[Stage, ...], says: str) -> None:
     run = run_of(*stages)
-    assert acting_lora(run) == f"{says} ‖ΔW‖ / ‖W‖ is told of what is loaded inside the watch."
+    assert acting_lora(run) == f"{says} ‖ΔW‖ / ‖W‖ is known only of what is loaded inside the watch."
     assert says in unescape(to_html(run))
     told = standing(run)
     assert told is not None
@@ -434,6 +434,38 @@ def test_a_lora_acts_as_it_is_on_the_model_now_not_as_it_changed_last(
     loras: dict[str, Any], words: str | None
 ) -> None:
     assert acting_lora(run_of(applied(True, share=0.2), changed(loras), call())) == words
+
+
+@pytest.mark.parametrize(
+    ("method", "others", "words"),
+    [
+        ("load_lora_weights", {}, "The LoRA acts: ‖ΔW‖ / ‖W‖ is 15 % in the denoiser."),
+        ("set_adapters", {}, "The LoRA acts."),
+        (
+            "load_lora_weights",
+            {"b": lora(0.2, inactive=9)},
+            "The LoRA acts. LoRA b is off or of strength 0.",
+        ),
+    ],
+    ids=["alone", "set since", "beside another"],
+)
+def test_a_dora_is_as_strong_as_what_loading_it_changed(
+    method: str, others: dict[str, Any], words: str
+) -> None:
+    change = changed({"a": {**lora(None, lazy=9), "adapter_types": {"dora": 9}}, **others})
+    change = replace(change, facts={**change.facts, "method": method})
+    assert acting_lora(run_of(change, call())) == words
+
+
+def test_a_lora_beside_one_that_stays_in_the_weights_does_not_act_alone() -> None:
+    fused = changed({"a": {**lora(0.05, merged=9), "strengths": [1.0]}})
+    fused = replace(fused, facts={**fused.facts, "method": "fuse_lora"})
+    off = taken_off("unload_lora_weights", False, {"unet": [1.0], "clip": []})
+    words = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."
+    besides = " What was fused before stays in the weights of the denoiser, and acts too."
+    again = changed({"a": lora(0.05, lazy=9)})
+    assert acting_lora(run_of(fused, off, again, call())) == words + besides
+    assert acting_lora(run_of(again, call())) == words
 
 
 def test_a_lora_of_zeros_beside_others_is_named() -> None:

@@ -472,7 +472,12 @@ def _acting_standing(run: Run) -> LoraStanding | None:
             return None  # what takes the others off is not heard of each model: a call tells
         sides = []
     sides = sorted([*sides, *others], key=lambda side: side[0] == OF_ENCODERS)
-    sizes = [f"{size} in the {name}" for name, *side in sides if (size := _size(*side))]
+    is_new = str(stage.facts.get("method")).startswith("load_lora")
+    sizes = [
+        f"{size} in the {name}"
+        for name, *side in sides
+        if (size := _size(*side, is_new=is_new and (name, *side) not in others))
+    ]
     in_weights = is_on and is_in_weights(run, stage)
     since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None
     if since is not None:
@@ -487,7 +492,7 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     acting = {name for _, _, patches in sides for name in acting_in(patches)}
     words = "The LoRAs act" if len(acting) > 1 else "The LoRA acts"
     words += f": ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "."
-    words += " It is in the weights." if in_weights else ""
+    words += " It is in the weights." if in_weights else _left_beside(run)
     words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
     words += "".join(dict.fromkeys(said for _, _, patches in sides for said in _beside_acting(patches)))
     words += _not_run_since(run, stage)
@@ -536,7 +541,7 @@ def _on_before(run: Run) -> str | None:
     changes = [stage for stage in run.walk() if FACT in stage.facts]
     if not any(_is_change(mapping(stage.facts[FACT])) for stage in changes):
         acts = _in_last_call(run)
-        return acts and f"{acts} ‖ΔW‖ / ‖W‖ is told of what is loaded inside the watch."
+        return acts and f"{acts} ‖ΔW‖ / ‖W‖ is known only of what is loaded inside the watch."
     is_open = mapping(changes[-1].facts[FACT]).get("effective") is None
     return None if is_open else _in_last_call(run, changes[-1])
 
@@ -783,14 +788,26 @@ def _taken_off(run: Run, change: Stage) -> LoraStanding | None:
     return LoraStanding("taken off", says, is_well=None)
 
 
-def _size(changes: Mapping[str, Any], patches: Mapping[str, Any]) -> str | None:
-    """‖ΔW‖ of what is on a model now beside ‖W‖, in words: of each LoRA, or of what is in the weights."""
+def _left_beside(run: Run) -> str:
+    """That what was fused before stays in the weights, beside LoRAs that act, as a sentence; "" if nothing does."""
+    left = left_in_weights(run)
+    where = " and the ".join(left)
+    return f" What was fused before stays in the weights of the {where}, and acts too." if left else ""
+
+
+def _size(changes: Mapping[str, Any], patches: Mapping[str, Any], *, is_new: bool) -> str | None:
+    """‖ΔW‖ of what is on a model now beside ‖W‖, in words: of each LoRA, or of what is in the weights.
+
+    Factors do not tell how strong a DoRA is. One that was just loaded (`is_new`) and is alone made all of the change.
+    """
     acting = acting_in(patches)
     if not acting:  # what changed was put into the weights, unless it is a LoRA's that was beside them
         return None if changes.get("predicted") else _percent(changes.get("relative_change"))
     shares = {name: _percent(lora.get("relative_change")) for name, lora in acting.items()}
     if len(shares) == 1:
-        return next(iter(shares.values()))
+        made = _percent(changes.get("relative_change"))
+        is_alone = is_new and len(mapping(patches.get("loras"))) == 1
+        return next(iter(shares.values())) or (made if is_alone else None)
     return ", ".join(f"{share} ({name})" for name, share in shares.items() if share) or None
 
 
