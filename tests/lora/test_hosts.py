@@ -435,6 +435,8 @@ def test_the_first_sentence_says_who_loads_nothing_of_a_file_that_matches(
     said = " ".join(CliRunner().invoke(app, command).output.split())
     some = "181 modules of the LoRA match unet, but diffusers 0.42 with PEFT loads none of this file."
     assert said.startswith(f"All {some}")
+    alone = CliRunner().invoke(app, command[:3]).output
+    assert alone.startswith("diffusers 0.42 with PEFT loads none of this file.\n")
 
 
 def test_an_unknown_prefix_is_told_first_with_the_call_that_loads_it(

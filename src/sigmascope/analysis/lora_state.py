@@ -114,14 +114,14 @@ def _not_told(run: Run) -> str | None:
         return None
     changed = next((one for one in idle_in_call(last) if one.get("id") == _CHANGED_IN_CALL), None)
     if changed is not None:
-        return f"Whether the LoRA acts is unknown. {changed['message']}"
+        return f"{_IS_OPEN}. {changed['message']}"
     if last.error is not None:
         why = "the last call failed"
     elif _made_nan(last):
         why = "the last call made NaN or Inf, which may come from it"
     else:
         why = "what it did in the last call was not measured"
-    return f"Whether the LoRA acts is unknown: {why}."
+    return f"{_IS_OPEN}: {why}."
 
 
 def _made_nan(call: Stage) -> bool:
@@ -130,8 +130,9 @@ def _made_nan(call: Stage) -> bool:
     )
 
 
+_IS_OPEN: Final = "Whether the LoRA acts is unknown"
 _MAY_BE_LEFT: Final = (
-    "Whether the LoRA acts is unknown: it was merged before the watch and taken off with strength 0, "
+    f"{_IS_OPEN}: it was merged before the watch and taken off with strength 0, "
     "which leaves it in the weights if that was set after merging."
 )
 

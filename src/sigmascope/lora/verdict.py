@@ -237,7 +237,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_dead_modules": VerdictRow(
         "info",
         "{count} change nothing, or a thousandth of what others do: {first}.",
-        "None if these layers get no gradient, such as the last ones of a text encoder with clip skip. Else look at what "
+        "Do nothing if these layers get no gradient, such as the last ones of a text encoder with clip skip. Else look at what "
         "the training left out.",
     ),
     # By what hosts make of the file.
@@ -411,7 +411,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_as_before": VerdictRow(
         "info",
         "Nothing changed: {weights} had the same changes before.",
-        "In a watch this is no fault: the models compute what they did before. If you took the baseline yourself, take it before you apply the LoRA.",
+        "In a watch this is no fault: fuse_lora, for one, leaves what the models compute as it was. If you took the baseline yourself, take it before you apply the LoRA.",
     ),
     "lora_registered_only": VerdictRow(
         "info",

@@ -514,11 +514,20 @@ _DECIDES: Final = frozenset(
 
 
 def _first_sentences(report: "LoraInspection", on_model: OnModel | None) -> Iterator[Text]:
-    """The answer, which stands before the figures: what is wrong with all of it, what arrives, or how much of it matches."""
+    """The answer, which stands before the figures: what is wrong with all of it, what arrives, or how much of it matches.
+
+    Without a model it may be that hosts load none of it; else there is none.
+    """
+    from sigmascope.lora.host_findings import loading_nothing
+
     known = (*(() if on_model is None else on_model.verdict.findings), *report.findings)
     decisive = next((finding.message for finding in known if finding.id in _DECIDES), None)
     if decisive is not None:
         yield plain(decisive, style="bold red")
+    if on_model is None:
+        refusing = loading_nothing(report.hosts)
+        if refusing and decisive is None:
+            yield plain(f"{_load_none(refusing)}.", style="yellow")
     if on_model is None or on_model.verdict.error is not None:
         return
     arrives = None if on_model.arrives is None else _arrival_sentence(on_model.arrives)
@@ -540,9 +549,13 @@ def _match_sentence(report: "LoraInspection", on_model: OnModel) -> Text:
     if is_unnamed and not verdict.unmatched and report.hosts[0].taken is None:
         refusing.insert(0, report.hosts[0].host)
     if refusing:
-        said = f"{said.removesuffix('.')}, but {' and '.join(refusing)} load{'s' if len(refusing) == 1 else ''} none of this file."
+        said = f"{said.removesuffix('.')}, but {_load_none(refusing)}."
     style = "bold red" if verdict.unmatched else "yellow" if refusing else "green"
     return plain(said, style=style)
+
+
+def _load_none(hosts: Sequence[str]) -> str:
+    return f"{' and '.join(hosts)} load{'s' if len(hosts) == 1 else ''} none of this file"
 
 
 def _arrival_sentence(arrives: "Arrivals") -> Text | None:
