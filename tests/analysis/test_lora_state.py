@@ -359,6 +359,22 @@ def test_a_lora_that_was_taken_out_of_the_weights_is_not_said_to_be_in_others(me
     assert not any(finding.id == "model.lora_elsewhere" for finding in diagnose(run))
 
 
+@pytest.mark.parametrize(
+    ("loras", "content", "is_elsewhere"),
+    [({}, "a", True), ({}, "b", False), ({"unet.a": MIXED}, "a", False), (None, "a", False)],
+    ids=["exchanged", "other weights", "the same model", "not looked at"],
+)
+def test_a_fused_lora_does_nothing_where_another_model_runs_with_the_weights_from_before(
+    loras: dict[str, Any] | None, content: str, is_elsewhere: bool
+) -> None:
+    fused = changed({"a": {**lora(0.05, merged=9), "strengths": [1.0]}})
+    fused = replace(fused, facts={**fused.facts, "method": "fuse_lora", "weights_before": {"unet": "a"}})
+    ran = replace(call(), facts={"recipe": {"loras": loras, "models": {"unet": content}}, "idle_loras": []})
+    found = {finding.id for finding in diagnose(run_of(fused, ran))}
+    assert ("model.lora_elsewhere" in found) is is_elsewhere
+    assert (acting_lora(run_of(fused, ran)) is None) is is_elsewhere
+
+
 def test_of_two_parts_that_a_lora_was_merged_into_one_may_still_have_it() -> None:
     run = run_of(merged_into(unet="bare", text_encoder="plain"), ran_on(unet="bare", text_encoder="merged"))
     assert idle_lora(run) is None

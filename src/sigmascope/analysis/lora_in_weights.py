@@ -62,8 +62,13 @@ def are_back(run: Run) -> set[str]:
     """The components that ran in the last call with the weights which they had before any LoRA was merged into them."""
     before: dict[str, object] = {}
     moved: set[str] = set()  # by the merge: else their fingerprint does not tell that it is in them
+    exchanged: set[str] = set()  # that ran without the layers which hold what is merged
     back: set[str] = set()
+    holds: dict[str, bool] = {}  # of each side, whether there are such layers
     for stage in run.walk():
+        for name, side in names_of_sides(stage) if FACT in stage.facts else ():
+            loras = mapping(mapping(mapping(stage.facts[FACT]).get(f"{side}_lora_patches")).get("loras"))
+            holds[name] = any("merged" in mapping(mapping(one).get("states")) for one in loras.values())
         if told := mapping(stage.facts.get(WEIGHTS_BEFORE)):
             before, back = {**told, **before}, set()
         now = mapping(mapping(stage.facts.get(RECIPE)).get("models")) or mapping(
@@ -72,7 +77,10 @@ def are_back(run: Run) -> set[str]:
         moved |= {name for name, content in before.items() if now.get(name, content) not in (None, content)}
         if RECIPE in stage.facts:
             back = {name for name, content in before.items() if now.get(name) == content}
-    return back & moved
+            on = {name.partition(".")[0] for name in loras_in_call(stage)}
+            is_looked_at = mapping(stage.facts.get(RECIPE)).get("loras") is not None
+            exchanged = {name for name in before if is_looked_at and holds.get(_side_of(name))} - on
+    return back & (moved | exchanged)
 
 
 def are_all_back(run: Run) -> bool:

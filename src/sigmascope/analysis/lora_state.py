@@ -223,7 +223,8 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
         if stage.facts.get(_AFTER_STEP):
             continue  # of the steps before it says nothing
         if isinstance(analysis, Mapping):
-            told = map(mapping, analysis.get("findings") or ())
+            found = analysis.get("findings")
+            told = map(mapping, found if isinstance(found, list | tuple) else ())
             new = next((finding for finding in told if finding.get("id") == UNTRAINED), {})
             if _is_idle(analysis) and _on_other_side(run, stage):
                 idle = {}
