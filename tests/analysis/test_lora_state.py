@@ -484,6 +484,24 @@ def test_a_lora_beside_one_that_stays_in_the_weights_does_not_act_alone() -> Non
     assert acting_lora(run_of(again, call())) == words
 
 
+def test_what_taking_a_fused_dora_off_leaves_open_is_settled_by_what_stays_in_the_weights() -> None:
+    open_change = {
+        "id": "lora_not_seen",
+        "severity": "warning",
+        "message": "Whether the LoRA acts is unknown.",
+    }
+    fused = changed({"a": {**lora(None, merged=9), "strengths": [1.0], "adapter_types": {"dora": 9}}})
+    fused = replace(fused, facts={**fused.facts, "method": "fuse_lora"})
+    off = taken_off("unload_lora_weights", False, {"unet": [1.0], "clip": []})
+    analysis = {**off.facts["lora_application"], "effective": None, "findings": [open_change]}
+    off = replace(off, facts={**off.facts, "lora_application": analysis})
+    run = run_of(fused, off, call())
+    assert acting_lora(run) == "The LoRA acts in the denoiser: it is in the weights."
+    assert find_stage_findings(run) == []
+    alone = run_of(changed({}, open_change), call())
+    assert [finding.id for finding in find_stage_findings(alone)] == ["lora_not_seen"]
+
+
 def test_a_lora_of_zeros_beside_others_is_named() -> None:
     loras = {"a": lora(0.05, lazy=9), "b": {**lora(0.0, lazy=9), "delta_norm": 0.0}}
     words = "is 5 % in the denoiser. LoRA b changes nothing: all its changes are zero."

@@ -19,7 +19,7 @@ from sigmascope.analysis import (  # noqa: F401 - each declares its rules
     rules_time,
 )
 from sigmascope.analysis.generations import Case, cases
-from sigmascope.analysis.lora_in_weights import saw_merging
+from sigmascope.analysis.lora_in_weights import left_in_weights, saw_merging
 from sigmascope.analysis.rules import RULES, LooksAt, Rule, Seen, rule
 from sigmascope.records.latents import RECORD_FACT, encoding_record, findings_of_record
 from sigmascope.records.merge import ranks_of
@@ -165,6 +165,7 @@ def find_stage_findings(run: Run) -> list[Finding]:
     A remark on how LoRAs are set is given as the last change left them.
     """
     settled = {lora_state.MERGED_AT_ZERO} if saw_merging(run) else set()
+    settled |= {lora_state.NOT_SEEN} if left_in_weights(run) else set()
     by_stage = [(stage, [*_findings_in_analysis(stage)]) for stage in run.walk()]
     last = {_subject_of(stage): stage for stage, _ in by_stage if stage.facts.get(stage.name) is not None}
     findings = [

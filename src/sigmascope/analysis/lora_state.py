@@ -58,6 +58,8 @@ MERGED_AT_ZERO: Final = "lora_merged_at_zero"
 """What is open for who sees a call alone: a change that was watched tells what was merged."""
 _FUSED_BEFORE: Final = "lora_fused_before"
 """A remark of a call: most who fuse a LoRA before the watch do so on purpose."""
+NOT_SEEN: Final = "lora_not_seen"
+"""What is open for who sees a change alone: that a LoRA stays in the weights tells that one acts."""
 _CHANGED_IN_CALL: Final = "lora_changed_in_call"
 OPEN_VERDICTS: Final = frozenset(
     {
@@ -66,7 +68,7 @@ OPEN_VERDICTS: Final = frozenset(
         "lora_in_base",
         "lora_may_be_lost",
         MERGED_AT_ZERO,
-        "lora_not_seen",
+        NOT_SEEN,
         "lora_on_late_layers",
     }
 )
