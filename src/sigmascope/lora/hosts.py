@@ -490,7 +490,8 @@ def _diffusers(file: SeenFile) -> tuple[SeenModule, ...]:
         raise _Unknown(f"tensors such as those of {modules[0].name} were not measured")
     _require_known(modules, family)
     rows = _rows(file.host.name, start, ending, modules, family)
-    if not rows and any(_rows(file.host.name, start, ending, [module], family) for module in modules):
+    is_mixed = not rows and not frozenset.intersection(*(frozenset(module.namings) for module in modules))
+    if is_mixed and any(_rows(file.host.name, start, ending, [module], family) for module in modules):
         raise _Unknown("its modules have names of several kinds")
     if not rows:
         return ()
