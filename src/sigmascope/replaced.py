@@ -1,4 +1,4 @@
-"""What `dataclasses.replace` does, in a third of its time: for what is made anew for each of thousands of weights."""
+"""What `dataclasses.replace` does, in less time (with 21 fields in less than half): for what is made anew for each of thousands of weights."""
 
 from collections.abc import Callable
 from dataclasses import fields
