@@ -223,28 +223,36 @@ def _checked_metadata(value: object, path: Path) -> dict[str, str]:
     return value
 
 
+_ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
+
+
+def _fail_at(path: Path, tensor: str, message: str, hint: str = _DAMAGED_HINT) -> NoReturn:
+    _fail(path, f"tensor {shortened(tensor)}: {message}", hint)
+
+
 def _checked_entry(name: str, value: object, path: Path) -> TensorEntry:
-    where = f"tensor {shortened(name)}:"
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        _fail(path, f"{where} the header must give exactly dtype, shape and data_offsets.")
+    if not isinstance(value, dict) or value.keys() != _ENTRY_KEYS:
+        _fail_at(path, name, "the header must give exactly dtype, shape and data_offsets.")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        _fail(
+        _fail_at(
             path,
-            f"{where} unknown dtype {shortened(dtype)}.",
+            name,
+            f"unknown dtype {shortened(dtype)}.",
             f"Known are {', '.join(BITS)}. Convert the file, or update Sigmascope.",
         )
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS or _overflows(shape):
-        _fail(path, f"{where} the shape {shortened(shape)} is not a list of sizes.")
+        _fail_at(path, name, f"the shape {shortened(shape)} is not a list of sizes.")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _fail(path, f"{where} data_offsets {shortened(offsets)} are not a begin and an end.")
+        _fail_at(path, name, f"data_offsets {shortened(offsets)} are not a begin and an end.")
     begin, end = offsets
     bits = math.prod(shape) * BITS[dtype]
     if bits != (end - begin) * 8:
         takes = shortened(-(-bits // 8))
-        _fail(
+        _fail_at(
             path,
-            f"{where} {dtype} of shape {shortened(shape)} takes {takes} bytes, its range has {end - begin}.",
+            name,
+            f"{dtype} of shape {shortened(shape)} takes {takes} bytes, its range has {end - begin}.",
         )
     return TensorEntry(name, dtype, tuple(shape), begin, end)
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import fsum, isfinite
 from os import PathLike
 from pathlib import Path
@@ -522,14 +522,13 @@ def _module_verdict(
     lora: LoraFile, name: str, placing: Placement, shapes: Shapes, reasons: MismatchReasons
 ) -> ModuleVerdict:
     facts = lora.facts_of(name)
-    module = ModuleVerdict(name, facts.kind, facts.weight_shape, _part_of(name), facts.rank)
+    module = partial(ModuleVerdict, name, facts.kind, facts.weight_shape, _part_of(name), facts.rank)
     keys = placing.keys.get(name, ())
     if keys and name not in placing.misfits and not reasons.is_of_controlnet(name):
-        return replaced(module, layers=keys, model_shape=tuple(shapes[keys[0]]))
+        return module(layers=keys, model_shape=tuple(shapes[keys[0]]))
     why = reasons.explain(name)
     misfit = placing.misfits.get(name)
-    return replaced(
-        module,
+    return module(
         model_shape=None if misfit is None else misfit.model,
         reason=why.reason,
         detail=why.detail,

@@ -86,7 +86,7 @@ _SHARED: Final = frozenset(role for change in BASE_CHANGES.values() for role in 
 _ON_INPUT: Final = ".on_input"
 
 _KEY: Final = re.compile(
-    r"(?P<name>.+?)(?P<end>"
+    r"(?P<name>.+?)(?P<end>(?=\.|_lora)(?:"  # looked for first: most places of a name have neither
     r"\.lora_(?:up|down|mid)(?:\.weight)?"
     r"|[._]lora[12]?\.(?:up|down)\.weight"
     r"|\.lora_linear_layer\.(?:up|down)\.weight"
@@ -100,7 +100,7 @@ _KEY: Final = re.compile(
     r"|(?<=_norm)\.scale"
     r"|\.[ab][12]\.weight"
     rf"|\.(?:{'|'.join(_BASE_ROLES)})(?:\.(?!weight$)[^.]+)?(?:\.weight)?"
-    r")"
+    r"))"
 )
 _XLABS: Final = re.compile(
     r"(?P<start>.*?)(?P<list>double|single)_blocks\.(?P<number>\d+)\.processor\.(?P<layer>\w+_lora[12]?)\.(?:up|down)\.weight"
@@ -644,7 +644,7 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
 
 def _of_xlabs(key: str, layers: Mapping[tuple[str, str], str]) -> str | None:
     """The module that a key of XLabs' trainer is of; None for any other key."""
-    match = _XLABS.fullmatch(key)
+    match = _XLABS.fullmatch(key) if ".processor." in key else None
     layer = None if match is None else layers.get((match["list"], match["layer"]))
     return None if match is None or layer is None else match["start"] + layer.replace("#", match["number"])
 

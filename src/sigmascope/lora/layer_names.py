@@ -525,6 +525,7 @@ def blocks_of_model(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
     return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
 
 
+@lru_cache(maxsize=16384)
 def to_sgm(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
     """The sgm path of a layer, given its diffusers path inside the U-Net.
 
@@ -553,6 +554,7 @@ def to_sgm(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
     return f"output_blocks.{last}.{2 if int(side[2]) in blocks.attention else 1}.conv"
 
 
+@lru_cache(maxsize=16384)
 def to_diffusers(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
     """The diffusers path of a layer, given its sgm path inside the U-Net.
 

@@ -34,7 +34,6 @@ from sigmascope.lora.families import (
     family_misfit,
     family_named,
     is_layer_of,
-    known_names,
     likeliest,
     row_of_diffusers,
     row_of_original,
@@ -43,6 +42,7 @@ from sigmascope.lora.families import (
 from sigmascope.lora.families.known import (
     ENCODER_PARTS,
     WIDTHS_BY_NAMES,
+    is_known_layer,
     vector_of_diffusers,
     vector_of_original,
 )
@@ -223,6 +223,7 @@ _OF_CONTROLNET: Final = re.compile(
 )
 
 
+@lru_cache(maxsize=16384)
 def is_of_controlnet(name: str) -> bool:
     """Whether a name, of a module or a model's layer, is one that only a ControlNet has, or says that it is inside of one."""
     return _OF_CONTROLNET.fullmatch(name) is not None
@@ -251,7 +252,7 @@ def _without_wrapper(path: str, between: str, is_layer: Callable[[str], bool]) -
 def _is_known(path: str) -> bool:
     """Whether it is a layer in a block of a known family or a variant. Layers outside of blocks have names that any model may use."""
     return _NUMBERED.search(path) is not None and (
-        bool(known_names([path])) or to_sgm(path) is not None or to_diffusers(path) is not None
+        is_known_layer(path) or to_sgm(path) is not None or to_diffusers(path) is not None
     )
 
 

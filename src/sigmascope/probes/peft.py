@@ -10,7 +10,7 @@ weights under the names that they have without adapters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from operator import itemgetter
@@ -34,6 +34,7 @@ _AROUND_WHOLE_MODELS: Final = {
     "model": ("BaseTuner",),
 }
 """Where a wrapper keeps the model, and the classes that keep one there."""
+_WRAPPED_NAMES: Final = frozenset(_WRAPPED)
 _AROUND: Final = frozenset((*_WRAPPED, *_AROUND_WHOLE_MODELS))
 
 _MAGNITUDE: Final = "lora_magnitude_vector"
@@ -336,13 +337,12 @@ def stored_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:
 def adapters_of(layer: nn.Module) -> list[str]:
     """The names of the adapters that a layer has."""
     names = _held(layer, "adapter_layer_names")
-    held = [_by_adapter(layer, str(name)) for name in names] if isinstance(names, tuple) else []
-    adapters = (_names_in(each) for each in held if each is not None)
-    return list(dict.fromkeys(str(adapter) for each in adapters for adapter in each))
-
-
-def _names_in(held: Any) -> list[Any]:
-    return [*(held._modules if type(held) is nn.ModuleDict else held)]
+    found: dict[str, None] = {}
+    for name in names if isinstance(names, tuple) else ():
+        held = _by_adapter(layer, str(name))
+        if held:
+            found |= dict.fromkeys(map(str, held._modules if type(held) is nn.ModuleDict else held))
+    return [*found]
 
 
 def _of_adapter(
@@ -358,8 +358,10 @@ def _of_adapter(
     return patches.value
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+_NOTHING: Final[Mapping[str, Any]] = {}
+
+
+class Change(NamedTuple):
     """A change to one parameter of the wrapped module.
 
     Attributes:
@@ -373,10 +375,10 @@ class Change:
 
     parameter: str
     kind: AdapterType
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    host_names: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = _NOTHING
+    host_names: Mapping[str, str] = _NOTHING
     has_scale: bool = True
-    unavailable: Mapping[str, str] = field(default_factory=dict)
+    unavailable: Mapping[str, str] = _NOTHING
 
 
 def _applied(
@@ -425,7 +427,11 @@ def _shape(layer: nn.Module, parameter: str) -> tuple[int, ...] | None:
     module = base = bare(layer)
     for part in path:
         module = bare(children_of(module)[part])
-    weight = next((tensor for name, tensor in own_tensors(module) if name == own), None)
+    weight = registered(module, "_parameters").get(
+        own
+    )  # where it is but for a buffer, and for attention while it is merged
+    if not isinstance(weight, Tensor):
+        weight = next((tensor for name, tensor in own_tensors(module) if name == own), None)
     if weight is None:
         return None
     if not weight.is_floating_point():
@@ -654,21 +660,20 @@ def adapter_misfit(change: Change, shape: tuple[int, ...] | None) -> str | None:
     up, down = (change.tensors.get(name) for name in ("up", "down"))
     if up is None or down is None:
         return None
-    own = (up.shape[0], *down.shape[1:])
-    if up.shape[1] != down.shape[0] or (shape is not None and own != shape):
+    (out, rank, *_), (own_rank, *inner) = up.shape, down.shape
+    if rank != own_rank or (shape is not None and (out, *inner) != shape):
         return f"up {tuple(up.shape)} and down {tuple(down.shape)} do not fit a weight {shape}"
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
+class Scales(NamedTuple):
     """As `AppliedPatch` names them."""
 
     strength: float | None = 1.0
     rank: int | None = None
     alpha: float | None = None
     scale: float | None = 1.0
-    unavailable: Mapping[str, str] = field(default_factory=dict)
+    unavailable: Mapping[str, str] = _NOTHING
 
 
 def scales_of(layer: nn.Module, adapter: str, change: Change) -> Scales:
@@ -832,6 +837,8 @@ def _inside(module: nn.Module) -> nn.Module | None:
 def wrapped(module: nn.Module) -> nn.Module | None:
     """The layer that an adapter's layer wraps, or None if it wraps none."""
     held = registered(module, "_modules")
+    if not held or _WRAPPED_NAMES.isdisjoint(held):  # as in most modules
+        return None
     for name in _WRAPPED:
         inner = held.get(name)
         if isinstance(inner, nn.Module) and isinstance(attribute(module, "adapter_layer_names"), tuple):
@@ -859,6 +866,9 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def bare(module: nn.Module) -> nn.Module:
     """The module without compilation and layers of adapters around it."""
+    held = registered(module, "_modules")
+    if not held or _AROUND.isdisjoint(held):
+        return module
     module = _unwrapped(module)
     inner = wrapped(module)
     return module if inner is None else bare(inner)

@@ -360,6 +360,11 @@ def known_names(paths: Iterable[str]) -> Counter[str]:
     return Counter(family for path in paths for family in _families_of(path))
 
 
+def is_known_layer(path: str) -> bool:
+    """Whether any family, or a variant of one, has a layer of that path in either naming."""
+    return bool(_families_of(path))
+
+
 def is_layer_of(family: str, path: str) -> bool:
     """Whether a transformer of a family, or of a variant of it, has a layer of that path in either naming."""
     return family in _families_of(path)
