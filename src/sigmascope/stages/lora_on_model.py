@@ -498,7 +498,7 @@ def begin_extremes(patches: Sequence[AppliedPatch]) -> Pending[dict[int, Reading
     for patch in patches:
         why = _why_no_values(patch)
         if why is None:
-            floating[id(patch)] = [t.detach() for t in patch.tensors.values() if has_extremes(t)]
+            floating[id(patch)] = [t for t in patch.tensors.values() if has_extremes(t)]
         else:
             told[id(patch)] = Reading(None, why)
     alike: dict[object, dict[int, Tensor]] = {}
