@@ -40,7 +40,7 @@ from sigmascope.probes.fingerprints import (
     positions,
 )
 from sigmascope.probes.reading import Reading, attempt
-from sigmascope.probes.tensors import place_of
+from sigmascope.probes.tensors import places_of
 from sigmascope.replaced import replaced
 
 MOST_KEPT_BYTES: Final = 512 << 20
@@ -85,12 +85,13 @@ def keep_patches(
     kept: list[AppliedPatch] = []
     left: list[tuple[_Key, AppliedPatch]] = []
     room = most_bytes
-    for patch in patches:
-        if patch.state == "failed":
-            continue
+    acting = [patch for patch in patches if patch.state != "failed"]
+    tensors = [tensor for patch in acting for tensor in patch.tensors.values()]
+    found = iter(places_of(tensors))
+    for patch in acting:
+        places = dict(zip(patch.tensors, found, strict=False))  # as many of them as it has tensors
         if patch.state == "merged" and patch.key in unmerged:
             patch = replaced(patch, state="registered")
-        places = {part: place_of(tensor) for part, tensor in patch.tensors.items()}
         new = {place: patch.tensors[part] for part, place in places.items() if place not in copies}
         size = sum(tensor.nbytes for tensor in new.values())
         made = attempt(partial(_copied, new)) if size <= room else None
@@ -112,7 +113,7 @@ def keep_patches(
 def _copied(tensors: Mapping[object, Tensor]) -> dict[object, HostCopy]:
     with torch.no_grad():
         return {
-            place: HostCopy(tensor.detach().clone()) if tensor.device.type == "cpu" else copy_to_host(tensor)
+            place: HostCopy(tensor.clone()) if tensor.is_cpu else copy_to_host(tensor)
             for place, tensor in tensors.items()
         }
 
