@@ -117,11 +117,14 @@ def percent(part: int | float, whole: int | float) -> str:
     return f"{100 * part / whole:.0f} %" if is_share else UNKNOWN
 
 
+_ENDLESS: Final = 1e12
+
+
 def rough_percent(share: float, digits: int = 2) -> str:
-    """A share in per cent with so many significant digits, or more for a whole number: `2.3 %`, `104 %`, `1,636 %`."""
+    """A share in per cent with so many significant digits, or more for a whole number: `2.3 %`, `104 %`, `1,636 %`, `2.1e+63 %`."""
     value = 100 * share
     rounded = float(f"{value:.{digits}g}")
-    return f"{value:,.0f} %" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g} %"
+    return f"{value:,.0f} %" if 10**digits <= abs(rounded) < _ENDLESS else f"{rounded:.{digits}g} %"
 
 
 def percent_change(share: float, decimals: int = 1) -> str:

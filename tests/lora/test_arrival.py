@@ -401,3 +401,23 @@ def test_stochastic_rounding_gives_the_mean_of_many_draws(
     assert found.way == "comfyui"
     assert found.share == pytest.approx(float(drawn[0]), abs=0.01 * max(1.0, float(drawn[1])))
     assert found.noise == pytest.approx(float(drawn[1]), rel=0.01)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-30, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_squares_of_tiny_and_huge_changes_are_summed_in_float64(
+    tmp_path: Path, size: float, dtype: torch.dtype
+) -> None:
+    weight = torch.randn(16, 12, generator=torch.Generator().manual_seed(0))
+    up, down = (part.to(dtype) * size for part in change_of(weight, 1.0))
+    if size < 1e-20:
+        down = down / size  # the change itself stays in float32's range, its square does not
+    save_file({f"{KEY}.weight": weight}, tmp_path / "base.safetensors")
+    found = arriving(tmp_path, tmp_path / "base.safetensors", (up, down)).overall
+    wanted = up.double() @ down.double()
+    real = (weight.double() + wanted).float().double() - weight.double()
+    share, noise = figures(real, wanted)
+    assert found.unavailable is None
+    assert found.as_dict()["wanted_norm"] == pytest.approx(float(wanted.norm()), rel=1e-5)
+    assert found.share == pytest.approx(share, abs=1e-6)
+    assert found.noise == pytest.approx(noise, abs=1e-3)

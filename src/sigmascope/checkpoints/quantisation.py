@@ -159,10 +159,12 @@ def _undescribed(info: TensorInfo, error: CheckpointError) -> StoredWeight:
 
 def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeight | None:
     """How a weight of codes is stored; None if it has no scales and nothing says that it needs some."""
+    where = f"{_HEADER_CONFIG} in the header"
     try:
         if config is None and (text := layer.info(_CONFIG)) is not None and text.dtype == BYTE:
-            config = layer.text(_CONFIG)
-        name, facts = _kind_of(layer, info, config)
+            config, where = layer.text(_CONFIG), shortened(text.name)
+        said = None if config is None else _format_of(layer, info.name, config, where)
+        name, facts = _kind_of(layer, info, said, config or {})
     except CheckpointError as error:
         return _undescribed(info, error)
     if name is None:
@@ -210,11 +212,23 @@ def _scale_in_words(layer: Layer, shape: Shape, scales: Mapping[str, str]) -> st
     return known or "in an unknown way"
 
 
-def _kind_of(layer: Layer, info: TensorInfo, config: Config | None) -> tuple[str | None, Config]:
+def _format_of(layer: Layer, key: str, config: Config, where: str) -> str:
+    """The format that ComfyUI's text names.
+
+    Raises:
+        CheckpointError: It names none.
+    """
+    given = config.get("format")
+    if isinstance(given, str) and given:
+        return given
+    stated = "gives no format" if not given else f"gives the format {shortened(given)}, which is no name,"
+    raise CheckpointError(layer.checkpoint.path, f"{where} {stated} for {key}")
+
+
+def _kind_of(layer: Layer, info: TensorInfo, said: str | None, config: Config) -> tuple[str | None, Config]:
     """The kind's name and what it needs to know; a name without a kind is a format that only ComfyUI knows."""
-    said = None if config is None else str(config.get("format"))
     for name, kind in KINDS.items():
-        facts = kind.told(info, layer) if said is None else kind.named(said, config or {})
+        facts = kind.told(info, layer) if said is None else kind.named(said, config)
         if facts is not None:
             return name, facts
     return said, {}

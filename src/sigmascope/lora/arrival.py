@@ -33,6 +33,7 @@ from sigmascope.lora.compatibility import place, shapes_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import WEIGHT, block_of_module, block_position
+from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import verdict_finding
@@ -68,6 +69,8 @@ _MANY: Final = 10.0  # from here on noise is said in times, not in per cent
 SAMPLED_ROWS: Final = 128
 """Of each weight, for the ways that are only compared."""
 _PIECE_ELEMENTS: Final = 1 << 20
+_SQUARES_HELD: Final = 1e-12, 1e15
+"""Of the largest magnitude of a change, between which float32 holds the squares that count."""
 _BF16: Final = plain_rounding(torch.bfloat16)
 _PLAIN: Final = frozenset({"bfloat16", "float16", "float32", "float64"})
 
@@ -290,7 +293,8 @@ def _arrival(
         weight = numbers_of(weight.reshape(rows, -1))
         change = lora.change(name)
         if isinstance(change, LoraFactors):
-            up, down = change.up.to(torch.float32) * (change.scale * strength), change.down.to(torch.float32)
+            dtype = at_least_float32(change.up.dtype, change.down.dtype)
+            up, down = change.up.to(dtype) * (change.scale * strength), change.down.to(dtype)
             wanted = lambda some: up[some] @ down  # noqa: E731 - two ways to the same rows
         else:
             whole = (
@@ -370,7 +374,9 @@ def _pieces(weight: Tensor) -> list[slice]:
 
 def _peak(weight: Tensor, wanted: Change, pieces: Sequence[slice]) -> Tensor:
     """The largest magnitude of the sum."""
-    peaks = [(weight[some] + wanted(some)).abs().amax() for some in pieces if weight[some].numel()]
+    peaks = [
+        (weight[some] + wanted(some)).to(weight.dtype).abs().amax() for some in pieces if weight[some].numel()
+    ]
     return torch.stack(peaks).amax() if peaks else weight.new_zeros(())
 
 
@@ -381,15 +387,18 @@ def _sums(
     sums: list[tuple[float, float, float]] = []
     for some in pieces:
         before, change = weight[some], wanted(some)
-        stored = store(peak, before + change)
+        stored = store(peak, (before + change).to(before.dtype))
         real = stored.mean.sub_(before)
+        least, most = _SQUARES_HELD
+        if change.numel() and not least < float(change.abs().amax()) < most:
+            change, real = change.double(), real.double()
         products = (change * change, change * real, real.square_())
         parts = [float(product.sum(dtype=torch.float64)) for product in products]
         variance = 0.0 if stored.variance is None else float(stored.variance.sum(dtype=torch.float64))
         sums.append((parts[0], parts[1], parts[2] + variance))
     total = [fsum(part) for part in zip(*sums, strict=True)] if sums else [0.0, 0.0, 0.0]
     if not all(map(isfinite, total)):
-        raise NonFiniteError("the weight or its change holds NaN or Inf.")
+        raise NonFiniteError("the weight or its change holds NaN, Inf or numbers too large for float32.")
     return total[0], total[1], total[2]
 
 
@@ -454,8 +463,11 @@ def arrival_findings(whole: Arrival, weights: int, model: str = "") -> Iterator[
 
 
 def arrival_sentence(arrives: Arrivals) -> tuple[str, bool] | None:
-    """How much of a LoRA arrives and how noisy, and whether that is well; None if it is not known."""
+    """How much of a LoRA arrives and how noisy, or why that is not known, and whether it is well; None if it changes nothing."""
     whole, unknown = arrives.overall, len(arrives.unavailable)
+    if 0 < unknown == len(arrives.weights):
+        why = next(iter(arrives.unavailable.values()))
+        return f"How much of the LoRA arrives is unknown, because {why}.", False
     if whole.share is None or whole.noise is None:
         return None
     more = f" Of {counted(unknown, 'weight')} this is unknown." if unknown else ""

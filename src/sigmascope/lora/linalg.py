@@ -166,7 +166,7 @@ def _energy_in_runs(tensor: Tensor) -> Tensor:
 
 def root_sum_square(norms: list[float]) -> float:
     """The norm of several blocks together from the norm of each: √Σ nᵢ²."""
-    return math.sqrt(math.fsum(norm * norm for norm in norms))
+    return math.hypot(*norms)
 
 
 def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:

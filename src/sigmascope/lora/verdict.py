@@ -10,6 +10,7 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from sigmascope.errors import SigmascopeError
 from sigmascope.records.run import Finding, JsonScalar, Severity
+from sigmascope.units import counted
 
 Reason = Literal[
     "controlnet",
@@ -606,6 +607,11 @@ def verdict_finding(id: str, evidence: dict[str, JsonScalar] | None = None, **fi
     row = VERDICTS[id]
     advice = row.advice and (row.advice.format(**figures) or None)
     return Finding(id, row.severity, row.says.format(**figures), evidence or {}, advice)
+
+
+def at_strength_zero(weights: int) -> Finding:
+    """That a LoRA which changes so many weights has strength 0."""
+    return verdict_finding("lora_strength_zero", {"weights": weights}, weights=counted(weights, "weight"))
 
 
 def is_opposed(strengths: Sequence[float]) -> bool:

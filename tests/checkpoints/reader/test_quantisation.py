@@ -250,13 +250,28 @@ def test_what_is_wrong_with_int8_of_bitsandbytes_names_itself(
             "a.weight is float8_e4m3fn",
         ),
         ({"a.comfy_quant": comfy_quant("nonsense")}, r"a\.comfy_quant' is no JSON text"),
+        ({"a.comfy_quant": comfy_quant("{}")}, r"'a\.comfy_quant' gives no format for a\.weight\."),
+        ({"a.comfy_quant": comfy_quant('{"format": null}')}, r"'a\.comfy_quant' gives no format"),
+        (
+            {"a.comfy_quant": comfy_quant('{"format": 3}')},
+            r"gives the format 3, which is no name, for a\.weight\.",
+        ),
         (
             {"a.comfy_quant": comfy_quant('{"format": "fp2"}')},
             "a.weight is stored in ComfyUI's format 'fp2'",
         ),
         ({"a.weight.absmax": torch.ones(2)}, "a.weight is float8_e4m3fn"),
     ],
-    ids=["scale missing", "other codes", "no text", "unknown format", "bitsandbytes"],
+    ids=[
+        "scale missing",
+        "other codes",
+        "no text",
+        "no format",
+        "format null",
+        "format no name",
+        "unknown format",
+        "bitsandbytes",
+    ],
 )
 def test_what_is_wrong_with_a_scale_names_itself(
     save: Callable[[State], Path], state: State, names: str
@@ -349,3 +364,14 @@ def test_a_damaged_description_leaves_names_and_shapes(tmp_path: Path, place: st
         assert checkpoint.info("a.weight").shape == (6, 8)
         with pytest.raises(CheckpointError, match="is no JSON text"):
             checkpoint.tensor("a.weight")
+
+
+def test_a_format_that_the_header_does_not_give_names_the_header(tmp_path: Path) -> None:
+    header = {"_quantization_metadata": json.dumps({"layers": {"a": {}}})}
+    save_file({"a.weight": torch.zeros(6, 8, dtype=FP8)}, tmp_path / "model.safetensors", header)
+    with pytest.raises(
+        CheckpointError, match=r"_quantization_metadata in the header gives no format for a\.weight"
+    ):
+        open_checkpoint(tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path / "model.safetensors", keep_unread=True) as checkpoint:
+        assert checkpoint.dequantised == {"a.weight": "unknown"}

@@ -1,4 +1,5 @@
 import json
+import re
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -385,3 +386,46 @@ def test_a_file_with_only_the_ending_in_common_is_not_suggested(inspect: Termina
     missing = inspect(lora.with_name("house.safetensors")).err
     assert "Checkpoints there: lora.safetensors" in " ".join(missing.split())
     assert "Did you mean" not in missing
+
+
+@pytest.mark.parametrize("asked", ["--arrives", "--intruders"])
+def test_strength_0_is_the_first_thing_said(asked: str, lora: Path, model: Path, inspect: Terminal) -> None:
+    out = " ".join(inspect(lora, "--model", model, asked, "--strength", 0).out.split())
+    cause = "The LoRA changes nothing: it has strength 0 on 3 weights."
+    assert out.startswith(cause)
+    assert f"warning: {cause} Set its strength" in out
+    assert "Leave it unmerged" not in out
+    told = json.loads(inspect(lora, "--model", model, asked, "--strength", 0, "--json").out)
+    assert [finding["id"] for finding in told["model"]["findings"]] == ["lora_strength_zero"]
+
+
+def test_modules_that_do_not_match_are_said_before_what_arrives_of_the_others(
+    half: Path, model: Path, inspect: Terminal
+) -> None:
+    out = " ".join(inspect(half, "--model", model, "--arrives").out.split())
+    assert out.startswith("2 of 3 modules of the LoRA match model.safetensors: 1 has a name that")
+    assert "Merged at strength 1, 100 % of the LoRA arrives" in out
+
+
+def test_what_arrives_in_a_base_that_does_not_say_its_format_is_unknown_first(
+    lora: Path, model: Path, inspect: Terminal
+) -> None:
+    state: Tensors = {}
+    for key, weight in load_file(model).items():
+        name = key.removesuffix(".weight")
+        text = torch.tensor(list(b"{}"), dtype=torch.uint8)
+        state |= {key: weight.to(torch.float8_e4m3fn), f"{name}.comfy_quant": text}
+    save_file(state, model)
+    out = " ".join(inspect(lora, "--model", model, "--arrives").out.split())
+    assert out.startswith("How much of the LoRA arrives is unknown, because ")
+    assert re.search(r"'([\w.]+)\.comfy_quant' gives no format for \1\.weight", out)
+    assert "None'" not in out
+
+
+def test_a_change_far_above_the_weights_has_a_figure_that_can_be_read(
+    lora: Path, model: Path, inspect: Terminal
+) -> None:
+    save_file({k: v * (1 if "alpha" in k else 1e30) for k, v in load_file(lora).items()}, lora)
+    out = inspect(lora, "--model", model, "--relative_strength").out
+    assert "e+62 %" in out or "e+61 %" in out
+    assert "000,000" not in out

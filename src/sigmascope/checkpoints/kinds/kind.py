@@ -25,9 +25,7 @@ FP8: Final = frozenset(
 E4M3, BYTE, INT8 = torch.float8_e4m3fn, torch.uint8, torch.int8
 E8M0: Final = getattr(torch, "float8_e8m0fnu", BYTE)
 REAL: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
-DAMAGED: Final = (
-    "Download the checkpoint again, or quantise it again: a weight cannot be read without its scales."
-)
+DAMAGED: Final = "Download the checkpoint again, or quantise it again: a weight cannot be read without its scales and their description."
 _MAX_TEXT_BYTES: Final = 1 << 16
 BLOCK_SCALE_TYPES: Final = frozenset({E4M3, E8M0, BYTE})
 

@@ -6,7 +6,7 @@ With `--model` a LoRA is compared with a checkpoint (`judge`); with `--picture` 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from sigmascope.lora.file_verdict import LoraVerdict
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
     from sigmascope.lora.intruders import Intruders
+    from sigmascope.records.run import Finding
 
 
 app = typer.Typer(rich_markup_mode="rich")
@@ -193,8 +194,9 @@ def inspect(
             lora,
             model,
             relative=relative_strength,
-            arriving_at=strength if arrives else None,
-            intruding_at=strength if intruders else None,
+            arrives=arrives,
+            intruders=intruders,
+            strength=strength,
         )
     )
     if picture is not None:
@@ -226,6 +228,7 @@ class OnModel:
         effects: Effects by module, if relative strength was asked for.
         arrives: What arrives in its weights, if that was asked for.
         intruders: The intruder dimensions by weight, if they were asked for.
+        strength: At which these two were measured.
     """
 
     model: Path
@@ -233,6 +236,15 @@ class OnModel:
     effects: "Mapping[str, Effect] | None" = None
     arrives: "Arrivals | None" = None
     intruders: "Mapping[str, Intruders] | None" = None
+    strength: float = 1.0
+
+    @property
+    def at_strength_zero(self) -> "tuple[Finding, ...]":
+        """That the LoRA does nothing at the strength asked for, if that is 0 and modules match."""
+        from sigmascope.lora.verdict import at_strength_zero
+
+        weights = sum(len(module.layers) for module in self.verdict.matched)
+        return (at_strength_zero(weights),) if self.strength == 0.0 and weights else ()
 
     @property
     def blocks(self) -> "Sequence[BlockEffect]":
@@ -244,6 +256,8 @@ class OnModel:
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
         report: dict[str, Any] = {"path": str(self.model), "verdict": self.verdict.as_dict()}
+        if self.at_strength_zero:
+            report["findings"] = [asdict(finding) for finding in self.at_strength_zero]
         if self.effects is not None:
             report["relative_strength"] = {
                 "blocks": [block.as_dict() for block in self.blocks],
@@ -274,8 +288,9 @@ def judge(
     model: Path,
     *,
     relative: bool,
-    arriving_at: float | None = None,
-    intruding_at: float | None = None,
+    arrives: bool = False,
+    intruders: bool = False,
+    strength: float = 1.0,
 ) -> OnModel:
     """Judge how a LoRA fits a checkpoint, whose weights are read only for relative strength, what arrives and intruders.
 
@@ -283,8 +298,9 @@ def judge(
         lora: The file.
         model: The checkpoint, stored in any way.
         relative: Whether to measure relative strength.
-        arriving_at: The strength at which to measure what arrives; None for not.
-        intruding_at: The strength at which to count intruder dimensions; None for not.
+        arrives: Whether to measure what arrives.
+        intruders: Whether to count intruder dimensions.
+        strength: The LoRA's, for both.
     """
     from sigmascope.checkpoints import open_checkpoint
     from sigmascope.lora.arrival import arrivals
@@ -295,18 +311,18 @@ def judge(
 
     with open_checkpoint(model, keep_unread=True) as checkpoint:
         require_model(checkpoint)
-        on_model = OnModel(model, judge_lora(lora, checkpoint))
+        on_model = OnModel(model, judge_lora(lora, checkpoint), strength=strength)
         if relative:
             with progress_bar("Reading the model") as progress:
                 effects = relative_strengths(lora, on_model.verdict, checkpoint, progress=progress)
             on_model = replace(on_model, effects=effects)
-        if arriving_at is not None and on_model.verdict.error is None:
+        if arrives and on_model.verdict.error is None:
             with progress_bar("Merging and rounding") as progress:
-                arrives = arrivals(lora, checkpoint, strength=arriving_at, progress=progress)
-            on_model = replace(on_model, arrives=arrives)
-        if intruding_at is not None and on_model.verdict.error is None:
+                arriving = arrivals(lora, checkpoint, strength=strength, progress=progress)
+            on_model = replace(on_model, arrives=arriving)
+        if intruders and on_model.verdict.error is None:
             with progress_bar("Counting intruder dimensions") as progress:
-                found = intruder_dimensions(lora, checkpoint, strength=intruding_at, progress=progress)
+                found = intruder_dimensions(lora, checkpoint, strength=strength, progress=progress)
             on_model = replace(on_model, intruders=found)
         return on_model
 
@@ -427,6 +443,7 @@ def print_on_model(console: Console, on_model: OnModel, told: Collection[str], *
     if on_model.intruders is not None:
         _print_intruders(console, on_model.intruders)
     _print_unmatched(console, verdict, verbose=verbose)
+    console.print(findings(on_model.at_strength_zero))
     explained = {*told, *(f"lora_{reason}" for reason in verdict.reasons)}
     console.print(findings(finding for finding in verdict.findings if finding.id not in explained))
 
@@ -486,7 +503,8 @@ def _print_arrives(console: Console, arrives: "Arrivals") -> None:
     )
     heading = f"If it is merged at strength {arrives.strength:g}"
     console.print(table("Block", "Weights", "Arrives", "Noise", "Stored as", title=heading, rows=rows))
-    console.print(_ways(arrives.overall))
+    if arrives.strength != 0.0:
+        console.print(_ways(arrives.overall))
     unknown = [f"{key}: unknown, because {why}" for key, why in arrives.unavailable.items()]
     listed(console, "Weights of which this is unknown", unknown, style="cyan")
     console.print(findings(arrives.findings[:1]))  # the first of two names both figures
@@ -508,7 +526,14 @@ def _print_intruders(console: Console, intruders: "Mapping[str, Intruders]") -> 
 
 
 _DECIDES: Final = frozenset(
-    {"lora_matches_nothing", "lora_is_zero", "lora_alpha_zero", "lora_not_finite", "lora_damaged"}
+    {
+        "lora_matches_nothing",
+        "lora_is_zero",
+        "lora_alpha_zero",
+        "lora_not_finite",
+        "lora_damaged",
+        "lora_strength_zero",
+    }
 )
 """Findings that answer whether the LoRA is of use."""
 
@@ -520,7 +545,11 @@ def _first_sentences(report: "LoraInspection", on_model: OnModel | None) -> Iter
     """
     from sigmascope.lora.host_findings import loading_nothing
 
-    known = (*(() if on_model is None else on_model.verdict.findings), *report.findings)
+    known = (
+        *(() if on_model is None else on_model.verdict.findings),
+        *report.findings,
+        *(() if on_model is None else on_model.at_strength_zero),
+    )
     decisive = next((finding.message for finding in known if finding.id in _DECIDES), None)
     if decisive is not None:
         yield plain(decisive, style="bold red")
@@ -531,10 +560,10 @@ def _first_sentences(report: "LoraInspection", on_model: OnModel | None) -> Iter
     if on_model is None or on_model.verdict.error is not None:
         return
     arrives = None if on_model.arrives is None else _arrival_sentence(on_model.arrives)
+    if decisive is None and (arrives is None or on_model.verdict.unmatched):
+        yield _match_sentence(report, on_model)
     if arrives is not None:
         yield arrives
-    elif decisive is None:
-        yield _match_sentence(report, on_model)
 
 
 def _match_sentence(report: "LoraInspection", on_model: OnModel) -> Text:
