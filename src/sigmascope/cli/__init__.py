@@ -32,14 +32,24 @@ def main() -> None:
 def _code_after_ctrl_c() -> int:
     """The exit code, with which the process ends though Ctrl-C may come again while Python waits for its threads.
 
+    Of a thread that is within one long call of a library it does not wait for the end.
+
     Python kills itself if Ctrl-C came while it executed text, as many modules have it do while they are imported. It
     remembers that until it executes text again.
     """
     import os
     import signal
+    import sys
+    from contextlib import suppress
 
     from sigmascope.errors import STOPPED_BY_USER
 
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(STOPPED_BY_USER))
     exec("")
+    parallel = sys.modules.get("sigmascope.lora.parallel")
+    if parallel is not None and parallel.is_left_working():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(STOPPED_BY_USER)
     return STOPPED_BY_USER

@@ -9,13 +9,16 @@ copying a 5 GB model.
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from contextvars import copy_context
 from queue import SimpleQueue
 from threading import Condition
-from typing import Final, TypeVar
+from types import TracebackType
+from typing import ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ Item = TypeVar("Item")
 
 _MAX_WORKERS: Final = 8
 _LARGEST_LAYERS_IN_MEMORY: Final = 2
+_SECONDS_AFTER_CTRL_C: Final = 0.5
 _MAX_DISK_WORKERS: Final = 3  # more would wait for the disk
 
 
@@ -36,8 +40,8 @@ def run_layers(
     """Call `work` for every layer in threads, and yield each result as it finishes.
 
     Layers start in the order given. The layers in work together hold no more than two of the largest. An exception from
-    `work`, or one thrown into the iterator (Ctrl-C), starts no more layers and waits for those in work, which end where
-    they call `require_wanted`.
+    `work` starts no more layers and waits for those in work, which end where they call `require_wanted`. After Ctrl-C, and
+    where the loop is left, it waits half a second at most, since one call of LAPACK may take minutes.
 
     Args:
         sizes: Number of elements by layer.
@@ -69,6 +73,12 @@ def run_layers(
         except BaseException as failure:
             failures.append(failure)
             raise
+
+
+def in_thread(work: Callable[[], Result]) -> Result:
+    """Do work that writes nothing in a thread, so that Ctrl-C is heard though it is within one long call of LAPACK."""
+    with _Pool(1, thread_name_prefix="work") as pool:
+        return pool.submit(copy_context().run, work).result()
 
 
 _OWN: Final = threading.local()
@@ -107,18 +117,40 @@ class _Gate:
                 self._changed.notify_all()
 
 
+class _Pool(ThreadPoolExecutor):
+    """Threads for whose end the block waits, but after Ctrl-C only for a moment: what they make is nowhere but in memory."""
+
+    left: ClassVar[set[threading.Thread]] = set()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Of Ctrl-C in the caller's loop, the generator hears that nobody wants more.
+        is_stopped = kind is not None and issubclass(kind, KeyboardInterrupt | GeneratorExit)
+        self.shutdown(wait=not is_stopped, cancel_futures=True)
+        if is_stopped:
+            ends = time.monotonic() + _SECONDS_AFTER_CTRL_C
+            for thread in self._threads:
+                thread.join(max(ends - time.monotonic(), 0.0))
+            self.left.update(self._threads)
+
+
+def is_left_working() -> bool:
+    """Whether threads that Ctrl-C stopped are still in work: Python waits for them before it exits."""
+    return any(thread.is_alive() for thread in _Pool.left)
+
+
 @contextmanager
 def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that compute on one core each, in full float32; the caller's settings are restored afterwards."""
     before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(
-        workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
-    )
     with full_float32():
         try:
-            yield pool
+            with _Pool(
+                workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
+            ) as pool:
+                yield pool
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
             torch.set_num_threads(before)  # later threads inherit the process's last setting
 
 

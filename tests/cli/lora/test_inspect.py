@@ -1,5 +1,9 @@
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -429,3 +433,34 @@ def test_a_change_far_above_the_weights_has_a_figure_that_can_be_read(
     out = inspect(lora, "--model", model, "--relative_strength").out
     assert "e+62 %" in out or "e+61 %" in out
     assert "000,000" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_ctrl_c_ends_a_command_within_one_long_call(command: str, lora: Path) -> None:
+    """No signal is heard within a call of LAPACK, as none is within a sleep of another thread."""
+    code = f"""if True:
+        import sys, time
+        from sigmascope.lora import compare, inspect
+        def slow(*_, **__):
+            print("begun", flush=True)
+            time.sleep(60)
+        inspect.measured_modules = compare._compare = slow
+        from sigmascope.cli import main
+        sys.argv = ["sigmascope", "lora", {command!r}, *sys.argv[1:]]
+        main()
+    """
+    files = [str(lora)] * (2 if command == "diff" else 1)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *files], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (130, "Stopped by Ctrl-C.\n")
+    assert [path.name for path in lora.parent.iterdir()] == [lora.name]

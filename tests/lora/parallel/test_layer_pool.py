@@ -1,3 +1,5 @@
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -8,7 +10,7 @@ import torch
 
 from sigmascope.lora.adapters import DiffChange, form_delta
 from sigmascope.lora.decompose import decompose, exact_right_subspace
-from sigmascope.lora.parallel import run_layers, run_layers_in_order, worker_count
+from sigmascope.lora.parallel import in_thread, is_left_working, run_layers, run_layers_in_order, worker_count
 
 
 def test_every_layer_is_worked_on_once() -> None:
@@ -143,6 +145,40 @@ def test_ctrl_c_ends_the_work_on_a_layer_before_it_is_done(compute: Callable[[],
     with pytest.raises(KeyboardInterrupt):
         layers.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     assert finished == ["quick"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("how", ["while it waits", "in the loop", "in a thread of its own"])
+def test_ctrl_c_does_not_wait_for_a_call_that_takes_long(how: str) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def work(name: str) -> None:
+        if name == "slow":
+            has_begun.set()
+            assert may_end.wait(60)
+
+    def stop() -> None:
+        assert has_begun.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def run() -> None:
+        for _ in run_layers({"quick": 1, "slow": 1}, work, workers=1):
+            if how == "in the loop":
+                assert has_begun.wait(60)
+                raise KeyboardInterrupt
+
+    if how != "in the loop":
+        threading.Thread(target=stop).start()
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        in_thread(lambda: work("slow")) if how == "in a thread of its own" else run()
+    assert time.monotonic() - before < 30
+    assert is_left_working()
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("layer", "work")):
+            thread.join(60)
+    assert not is_left_working()
 
 
 def test_there_is_a_worker_for_each_core_and_never_none() -> None:

@@ -160,6 +160,7 @@ def inspect(
     """
     with importing():
         from sigmascope.lora.inspect import inspect_lora
+        from sigmascope.lora.parallel import in_thread
 
     if together:
         if model or picture or full_spectrum or relative_strength or arrives or intruders or strength != 1.0:
@@ -186,7 +187,7 @@ def inspect(
         inputs = (lora, model) if model is not None else (lora,)
         check_picture(picture, dict.fromkeys(inputs, "is an input"))
     with progress_bar("Inspecting") as progress:
-        report = inspect_lora(lora, full_spectrum=full_spectrum, progress=progress)
+        report = in_thread(lambda: inspect_lora(lora, full_spectrum=full_spectrum, progress=progress))
     on_model = (
         None
         if model is None
@@ -308,21 +309,25 @@ def judge(
     from sigmascope.lora.file import require_model
     from sigmascope.lora.inspect import relative_strengths
     from sigmascope.lora.intruders import intruder_dimensions
+    from sigmascope.lora.parallel import in_thread
 
     with open_checkpoint(model, keep_unread=True) as checkpoint:
         require_model(checkpoint)
-        on_model = OnModel(model, judge_lora(lora, checkpoint), strength=strength)
+        on_model = OnModel(model, in_thread(lambda: judge_lora(lora, checkpoint)), strength=strength)
         if relative:
             with progress_bar("Reading the model") as progress:
-                effects = relative_strengths(lora, on_model.verdict, checkpoint, progress=progress)
+                verdict = on_model.verdict
+                effects = in_thread(lambda: relative_strengths(lora, verdict, checkpoint, progress=progress))
             on_model = replace(on_model, effects=effects)
         if arrives and on_model.verdict.error is None:
             with progress_bar("Merging and rounding") as progress:
-                arriving = arrivals(lora, checkpoint, strength=strength, progress=progress)
+                arriving = in_thread(lambda: arrivals(lora, checkpoint, strength=strength, progress=progress))
             on_model = replace(on_model, arrives=arriving)
         if intruders and on_model.verdict.error is None:
             with progress_bar("Counting intruder dimensions") as progress:
-                found = intruder_dimensions(lora, checkpoint, strength=strength, progress=progress)
+                found = in_thread(
+                    lambda: intruder_dimensions(lora, checkpoint, strength=strength, progress=progress)
+                )
             on_model = replace(on_model, intruders=found)
         return on_model
 
@@ -806,10 +811,11 @@ def diff(
     the same within the tolerance, 1 if scaled or different, 2 for an error.
     """
     from sigmascope.lora.compare import compare_loras
+    from sigmascope.lora.parallel import in_thread
 
     try:
         with progress_bar("Comparing") as progress:
-            report = compare_loras(a, b, tolerance=tolerance, progress=progress)
+            report = in_thread(lambda: compare_loras(a, b, tolerance=tolerance, progress=progress))
     except SigmascopeError as error:
         error.exit_code = _TROUBLE  # 1 says that they differ
         raise

@@ -26,10 +26,11 @@ _MOST_SHOWN = 10
 
 def show_together(loras: Sequence[Path], *, verbose: bool, as_json: bool) -> None:
     """Measure LoRAs together, and print what they come to."""
+    from sigmascope.lora.parallel import in_thread
     from sigmascope.lora.together import inspect_together
 
     with progress_bar("Adding up") as progress:
-        report = inspect_together(loras, progress=progress)
+        report = in_thread(lambda: inspect_together(loras, progress=progress))
     if as_json:
         print_json(report.as_dict())
     else:
