@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import NUMBER_FOR_ALPHA, LoraFactors
 from sigmascope.lora.linalg import (
     as_float64,
     at_least_float32,
@@ -190,7 +190,7 @@ class Adapter(ABC):
 
     def __post_init__(self) -> None:
         if not isfinite(self.scale):
-            raise NonFiniteError(f"the scale alpha / rank is {self.scale}.")
+            raise NonFiniteError(f"the scale alpha / rank is {self.scale}.", hint=NUMBER_FOR_ALPHA)
         own = self._own_facts().weight_shape
         given = tuple(self.weight_shape) or own
         if given[:1] != own[:1] or prod(given) != prod(own):

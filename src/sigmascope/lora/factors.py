@@ -31,6 +31,7 @@ from sigmascope.lora.linalg import (
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
 _SMALLEST_STORED_FULL_RANK = 9984.0
 
+NUMBER_FOR_ALPHA: Final = "Set alpha to the rank, or to what the LoRA was trained with."
 _PIECE: Final = 1 << 20  # elements: 4 MiB in float32
 # Between these, a library's product of matrices gathers its whole sum before it adds it to what was there.
 _LARGEST_RANK_IN_ONE_PASS: Final = 128
@@ -89,7 +90,7 @@ class LoraFactors:
                 hint=f"Expected up ({out_features}, rank) and down (rank, {in_features}).",
             )
         if not isfinite(self.alpha):
-            raise NonFiniteError(f"alpha is {self.alpha}.")
+            raise NonFiniteError(f"alpha is {self.alpha}.", hint=NUMBER_FOR_ALPHA)
 
     @property
     def rank(self) -> int:

@@ -635,7 +635,10 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
             groups.spelled[layer] = key.removesuffix(".weight").rpartition(".")[0]
         group = groups.groups.setdefault(name, {})
         if role in group:
-            raise LoraFormatError(f"{path}: {group[role]} and {key} are the same tensor of {name}.")
+            raise LoraFormatError(
+                f"{path}: {group[role]} and {key} are the same tensor of {name}.",
+                hint="Take one of the two out of the file, or make it again.",
+            )
         group[role] = key
     _give_shared(groups, shared)
     _set_aside_lone_alphas(groups)

@@ -48,7 +48,7 @@ from sigmascope.lora.adapters import (
     shapes_error,
 )
 from sigmascope.lora.alignment import unfused
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import NUMBER_FOR_ALPHA, LoraFactors
 from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts, PlainSource, StackedFactors
 from sigmascope.lora.formats import (
     EMBEDDING_DOWN,
@@ -290,14 +290,16 @@ class PeftConfig:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise LoraFormatError(f"{self.source}: {name} is {str(value)[:80]!r}, not a number.")
+            raise LoraFormatError(
+                f"{self.source}: {name} is {str(value)[:80]!r}, not a number.", hint=_MEND_CONFIG
+            )
         return float(value)
 
     def _pattern(self, name: str, module: str) -> Any:
         """The value of the first pattern that the module's path ends with, as PEFT matches them."""
         patterns = self.values.get(name) or {}
         if not isinstance(patterns, dict):
-            raise LoraFormatError(f"{self.source}: {name} is not a table of patterns.")
+            raise LoraFormatError(f"{self.source}: {name} is not a table of patterns.", hint=_MEND_CONFIG)
         if len(patterns) > _MAX_PATTERNS:
             raise LoraFormatError(
                 f"{self.source}: {name} has {len(patterns)} patterns; the limit is {_MAX_PATTERNS}."
@@ -420,7 +422,7 @@ class EntryReader:
         with self._named(entry):
             alpha = self._alpha(entry, facts.rank, facts.weight_shape, known)
             if not isfinite(alpha):
-                raise NonFiniteError(f"alpha is {alpha}.")
+                raise NonFiniteError(f"alpha is {alpha}.", hint=NUMBER_FOR_ALPHA)
         return alpha
 
     def _alpha(
@@ -485,7 +487,10 @@ class EntryReader:
                 facts = self._adapter_type(entry).facts(shapes)
             if entry.magnitude is not None:
                 if not facts.weight_shape:
-                    raise LoraFormatError(f"{entry.magnitude} stands beside a change of kind {entry.kind}.")
+                    raise LoraFormatError(
+                        f"{entry.magnitude} stands beside a change of kind {entry.kind}.",
+                        hint="Take the key out of the file, or make the file again.",
+                    )
                 count = prod(self.checkpoint.info(entry.magnitude).shape)
                 per_output = self._per_output(entry, facts.weight_shape)
                 require_magnitudes(count, facts.weight_shape, per_output=per_output)
@@ -629,6 +634,10 @@ def any_kind_in(checkpoint: Checkpoint, *, check_finite: bool = True) -> LoraFil
     return lora_in(checkpoint, check_finite=check_finite)
 
 
+_MEND_CONFIG: Final = (
+    "Save the file again with the library that trained it, or take the configuration out: the alphas are those of tensors then. "
+    "diffusers refuses a header that it cannot read, ComfyUI reads none."
+)
 _PEFT_RANK: Final = 8
 """Of a configuration that says none."""
 _CONFIG_NAME: Final = "adapter_config.json"
@@ -719,10 +728,10 @@ def read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfi
         return {}
     try:
         if beside.stat().st_size > _MAX_CONFIG_BYTES:
-            raise LoraFormatError(f"{beside} is too large to be a configuration.")
+            raise LoraFormatError(f"{beside} is too large to be a configuration.", hint=_MEND_CONFIG)
         values = _parsed(str(beside), beside.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LoraFormatError(f"{beside} cannot be read ({reason_of(error)}).") from error
+        raise LoraFormatError(f"{beside} cannot be read ({reason_of(error)}).", hint=_MEND_CONFIG) from error
     return {"": PeftConfig(str(beside), values)}
 
 
@@ -730,9 +739,9 @@ def _parsed(source: str, text: str) -> dict[str, Any]:
     try:
         values = parse_json(text)
     except ValueError as error:
-        raise LoraFormatError(f"{source} is not valid JSON ({error}).") from error
+        raise LoraFormatError(f"{source} is not valid JSON ({error}).", hint=_MEND_CONFIG) from error
     if not isinstance(values, dict):
-        raise LoraFormatError(f"{source} is not a JSON object.")
+        raise LoraFormatError(f"{source} is not a JSON object.", hint=_MEND_CONFIG)
     return values
 
 

@@ -105,3 +105,19 @@ def test_a_mutated_file_is_a_lora_or_an_error_of_one_line(
             refusals.append(str(error))
     assert refusals
     assert not any("\n" in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"lora_unet_a.alpha": torch.tensor(torch.nan)}, "alpha is nan"),
+        ({"lora_unet_a.alpha": torch.tensor(torch.inf)}, "alpha is inf"),
+        ({"lora_unet_a.lora_A.weight": torch.ones(2, 4)}, "are the same tensor of lora_unet_a"),
+    ],
+)
+def test_a_refusal_says_the_next_step(extra: dict[str, Tensor], said: str, tmp_path: Path) -> None:
+    state = {"lora_unet_a.lora_down.weight": torch.ones(2, 4), "lora_unet_a.lora_up.weight": torch.ones(4, 2)}
+    save_file(state | extra, tmp_path / "lora.safetensors")
+    with pytest.raises(SigmascopeError, match=said) as refused:
+        load_lora(tmp_path / "lora.safetensors")
+    assert refused.value.hint

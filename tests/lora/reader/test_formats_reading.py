@@ -237,8 +237,9 @@ def test_a_configuration_beside_a_file_of_another_name_is_not_its(file: Path) ->
 def test_a_configuration_that_makes_no_sense_is_refused(text: str, said: str, tmp_path: Path) -> None:
     save_file(pair("a.lora_B.weight", "a.lora_A.weight"), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(LoraFormatError, match=rf"adapter_config\.json.*{said}"):
+    with pytest.raises(LoraFormatError, match=rf"adapter_config\.json.*{said}") as refused:
         load_lora(tmp_path / "adapter_model.safetensors")
+    assert refused.value.hint
 
 
 def test_a_rank_of_nothing_in_the_configuration_is_refused(file: Path) -> None:

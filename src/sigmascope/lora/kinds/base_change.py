@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import Adapter, AdapterFacts, Shapes, WeightChange
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import NUMBER_FOR_ALPHA, LoraFactors
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm
 
 __all__ = ["BaseChange", "norm_without_base"]
@@ -48,7 +48,9 @@ class BaseChange(Adapter):
 
     def __post_init__(self) -> None:
         if not isfinite(self.scale) or (self.alpha is not None and not isfinite(self.alpha)):
-            raise NonFiniteError(f"its scale is {self.scale} and its alpha {self.alpha}.")
+            raise NonFiniteError(
+                f"its scale is {self.scale} and its alpha {self.alpha}.", hint=NUMBER_FOR_ALPHA
+            )
         known = self._own_facts().weight_shape  # checks the parts
         object.__setattr__(self, "weight_shape", tuple(self.weight_shape) or known)
 
