@@ -218,3 +218,39 @@ def test_without_huggingface_hub_it_is_named(cache: Path, monkeypatch: pytest.Mo
         CheckpointError, match=r"huggingface_hub, which is not installed.*pip install huggingface_hub"
     ):
         local_model("some/model")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("modles/sdxl/base.safetensors", "Did you mean models/sdxl/base.safetensors?"),
+        ("models/sdlx/base.safetensors", "Did you mean models/sdxl/base.safetensors?"),
+        ("models/sdlx/bsae.safetensors", "Did you mean models/sdxl/base.safetensors?"),
+        (
+            "models/sdlx/other.ckpt",
+            "Did you mean the folder models/sdxl? Checkpoints there: base.safetensors.",
+        ),
+        ("modles/sdxl", "Did you mean models/sdxl? Or download it: hf download modles/sdxl"),
+        (
+            "some/model/unet",
+            "Check the path. If it is on the hub, give the name of the whole model: some/model",
+        ),
+        ("models/unet/x/base.safetensors", "Check the path."),
+        (
+            "~/kept.safetensors",
+            "Give {home}/kept.safetensors: the shell puts nothing in place of a ~ in quotes.",
+        ),
+    ],
+)
+def test_a_slip_in_a_folder_s_name_is_told(
+    given: str, hint: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Path("home").absolute()
+    monkeypatch.setenv("HOME", str(home))
+    for folder in (Path("models/sdxl"), home):
+        folder.mkdir(parents=True)
+    save_file({"weight": torch.zeros(1)}, "models/sdxl/base.safetensors")
+    save_file({"weight": torch.zeros(1)}, home / "kept.safetensors")
+    with pytest.raises(CheckpointError, match="does not exist") as refused:
+        open_checkpoint(given)
+    assert refused.value.hint == hint.format(home=home)

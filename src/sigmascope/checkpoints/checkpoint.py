@@ -58,6 +58,9 @@ class TensorInfo:
     nbytes: int
 
 
+_LEAST_LIKENESS: Final = 0.6
+
+
 class Checkpoint(ABC):
     """Weights on disk, read one tensor at a time. A context manager; also safe to read from threads.
 
@@ -574,6 +577,24 @@ def is_same_file(first: Path, second: Path) -> bool:
         CheckpointError: As of `is_existing`.
     """
     return is_existing(first) and is_existing(second) and first.samefile(second)
+
+
+def near_path(path: Path) -> Path | None:
+    """What is there under nearly this path: each name as it is, or else the one most like it; None if nothing is."""
+    found = Path(path.anchor)
+    for name in path.relative_to(path.anchor).parts:
+        here = found / name
+        if not is_existing(here):
+            try:
+                names = names_in(found)
+            except CheckpointError:  # no folder, or one that may be entered but not listed
+                return None
+            near = difflib.get_close_matches(name, names, n=1, cutoff=_LEAST_LIKENESS)
+            if not near:
+                return None
+            here = found / near[0]
+        found = here
+    return found
 
 
 def names_in(folder: str | os.PathLike[str]) -> list[str]:

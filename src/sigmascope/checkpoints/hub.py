@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from sigmascope.checkpoints.checkpoint import is_existing, is_folder
+from sigmascope.checkpoints.checkpoint import is_existing, is_folder, near_path
 from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES
 from sigmascope.errors import CheckpointError
 from sigmascope.installation import install_packages
@@ -59,8 +59,8 @@ def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, dow
             raise CheckpointError(path, message, hint=command) from error
         # From 1.22 on it refuses a model of which some files are not here, such as those of other variants.
         partial = getattr(error, "snapshot_path", None)
-        if partial is None and is_folder(path.parent):  # a slip in a path more likely than a name
-            return path
+        if partial is None and (is_folder(path.parent) or near_path(path) is not None):
+            return path  # a slip in a path more likely than a name
         if partial is None:
             message = f"is not a file or folder, and {not_cached(name)}"
             raise CheckpointError(path, message, hint=command) from error

@@ -32,6 +32,7 @@ from sigmascope.checkpoints.checkpoint import (
     is_folder,
     is_regular_file,
     names_in,
+    near_path,
     reading,
     shortened,
     sniff,
@@ -151,14 +152,31 @@ def no_such_file(file: Path) -> CheckpointError:
         message = f"{what_stands_at(file)}."
         rest = rest_command(file.absolute())
         return CheckpointError(file, message, hint=f"Download the rest: {rest}" if rest else hint)
-    if not is_folder(file.parent):
-        message = f"does not exist: there is not a folder {file.parent}."
-        return CheckpointError(file, message, hint="Check the path.")
-    name = file.as_posix()
+    name, has_folder = file.as_posix(), is_folder(file.parent)
+    hint = hint if has_folder else _without_folder(file)
+    if not is_hub_name(name) and not has_folder:
+        return CheckpointError(file, f"does not exist: there is not a folder {file.parent}.", hint=hint)
     if not is_hub_name(name):
         return CheckpointError(file, "does not exist.", hint=hint)
     message = f"does not exist, and {not_cached(name)}"
     return CheckpointError(file, message, hint=f"{hint} Or download it: {download_command(name)}")
+
+
+def _without_folder(file: Path) -> str:
+    """What may have been meant by a path whose folder is not there."""
+    if file.parts[:1] == ("~",):
+        home = Path.home().joinpath(*file.parts[1:])
+        if is_existing(home):
+            return f"Give {home}: the shell puts nothing in place of a ~ in quotes."
+    near, folder = near_path(file), near_path(file.parent)
+    if near is not None:
+        return f"Did you mean {near}?"
+    if folder is not None and is_folder(folder):
+        return f"Did you mean the folder {folder}? {what_is_there(folder / file.name)}".strip()
+    name = "/".join(file.parts[:2])
+    if len(file.parts) > 2 and is_hub_name(name) and not is_folder(Path(file.parts[0])):
+        return f"Check the path. If it is on the hub, give the name of the whole model: {name}"
+    return "Check the path."
 
 
 def _incomplete_hint(path: Path) -> str:
