@@ -242,7 +242,7 @@ def test_names_of_no_known_family_are_unknown_and_not_0(tmp_path: Path) -> None:
         assert reading.unavailable == {"taken": "the file does not tell its model family"}
 
 
-def test_a_header_that_cannot_be_read_leaves_the_strength_unknown(tmp_path: Path) -> None:
+def test_a_header_that_cannot_be_read_makes_diffusers_refuse_the_file(tmp_path: Path) -> None:
     kohya = tmp_path / "kohya.safetensors"
     state = flux_block(
         {
@@ -252,9 +252,8 @@ def test_a_header_that_cannot_be_read_leaves_the_strength_unknown(tmp_path: Path
     )
     save_file(state, kohya, metadata={METADATA: "no JSON"})
     reading = of_host(kohya)
-    assert reading.taken == 4
-    assert reading.strengths is None
-    assert "not valid JSON" in reading.unavailable["strengths"]
+    assert rounded(reading) == (0, {})
+    assert "not valid JSON" in reading.unavailable["refused"]
     assert rounded(of_host(kohya, "comfyui")) == (4, {1.0: 4})
 
 
@@ -277,6 +276,36 @@ def test_a_header_that_contradicts_the_file_is_read_as_diffusers_does(
     try:
         taken = in_diffusers(pipelines("flux"), path)
     except (RuntimeError, KeyError):
+        taken = 0, {}
+    assert rounded(of_host(path)) == taken
+
+
+WHOLE = {"r": 2, "lora_alpha": 16, "target_modules": ["to_q", "to_k", "to_v"]}
+
+
+@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
+@pytest.mark.parametrize("alphas", [False, True])
+@pytest.mark.parametrize(("family", "format"), [("sd15", "kohya"), ("flux", "peft")])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "null",
+        "{}",
+        *({f"{part}{key}": value for key, value in WHOLE.items()} for part in ("", "text_encoder.", "PART.")),
+    ],
+    ids=["null", "empty", "of no part", "of another part", "whole"],
+)
+def test_diffusers_takes_a_file_only_if_its_header_has_the_part_and_no_alphas_stand_beside(
+    pipelines: Pipelines, save: Save, header: Any, family: str, format: Any, alphas: bool
+) -> None:
+    part = "unet" if family == "sd15" else "transformer"
+    path = save(pipelines(family), part, format=format)
+    state = {key: value for key, value in load_file(path).items() if not key.endswith(".alpha")}
+    text = json.dumps(header).replace("PART", part) if isinstance(header, dict) else header
+    save_file(with_alphas(1.0)(state) if alphas else state, path, metadata={METADATA: text})
+    try:
+        taken = in_diffusers(pipelines(family), path)
+    except (ValueError, KeyError):
         taken = 0, {}
     assert rounded(of_host(path)) == taken
 

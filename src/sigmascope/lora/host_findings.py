@@ -284,7 +284,7 @@ def _as_written(file: SeenFile, format: str, start: str | None, naming: str | No
         replace(_in_format(module, format, ending), start=starts_of.get(module.namings, ""))
         for module in file.encoders
     ]
-    return file._replace(modules=modules, encoders=encoders, configs={}, unused=())
+    return file._replace(modules=modules, encoders=encoders, configs=None, unused=())
 
 
 def _in_format(module: SeenModule, format: str, ending: str) -> SeenModule:

@@ -189,7 +189,9 @@ def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
 def before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[SeenFile, ...]":
     told = file_family(lora)
     if any(is_of_controlnet(lora.stored_names.get(name, name)) for name in lora.names):
-        return tuple(SeenFile(host, family_named(None), told, (), (), len(lora.names), {}) for host in HOSTS)
+        return tuple(
+            SeenFile(host, family_named(None), told, (), (), len(lora.names), None) for host in HOSTS
+        )
     is_plain = checkpoint.format != "gguf" and not checkpoint.dequantised
     family = family_named("sd15" if told.family is None and told.is_unet else told.family)
     modules = tuple(_modules(lora, checkpoint, family))
@@ -214,19 +216,22 @@ class SeenFile(NamedTuple):
     modules: Sequence[SeenModule]
     encoders: Sequence[SeenModule]
     others: int
-    configs: Mapping[str, PeftConfig] | str
+    configs: Mapping[str, PeftConfig] | str | None
     is_plain: bool = True
     unused: Sequence[str] = ()
 
 
-def configs_of(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str:
-    """What diffusers reads of the header, by component; why it cannot be read, if so."""
-    if PEFT_CONFIGS not in checkpoint.metadata:
-        return {}
+def configs_of(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str | None:
+    """What diffusers reads of the header, by component; why it cannot be read, if so; None if it has none."""
+    if checkpoint.metadata.get(PEFT_CONFIGS, _NO_CONFIG).strip() == _NO_CONFIG:
+        return None
     try:
         return read_configs(checkpoint.path, checkpoint.metadata)
     except LoraFormatError as error:
-        return error.message
+        return error.message.removeprefix(f"{checkpoint.path}: ").rstrip(".")
+
+
+_NO_CONFIG: Final = "null"
 
 
 def reading_of(file: SeenFile) -> HostReading:
@@ -479,6 +484,7 @@ def _diffusers(file: SeenFile) -> tuple[SeenModule, ...]:
     """It converts a file as a whole, so what was measured holds for files of one kind of names."""
     modules, family = file.modules, file.family
     endings, starts = {module.ending for module in modules}, {module.start for module in modules}
+    _require_header(file)
     endings -= {NORM_SCALE}  # it goes with BFL's factors
     if endings <= _NEVER_IN_DIFFUSERS:
         return ()
@@ -514,6 +520,20 @@ def _diffusers(file: SeenFile) -> tuple[SeenModule, ...]:
     )
 
 
+def _require_header(file: SeenFile) -> None:
+    """Leave out a file that diffusers refuses for its header: PEFT's configuration there is to be one for each part of the model."""
+    if file.configs is None:
+        return
+    if isinstance(file.configs, str):
+        raise _Refused(f"it refuses the file, since {file.configs}")
+    component = file.family.component
+    if file.modules and component not in file.configs:
+        raise _Refused(f"it refuses the file, since {PEFT_CONFIGS} has nothing for the {component}")
+    handed_on = (one for one in file.modules if file.family.is_unet or one.ending.startswith("A"))
+    if (name := next((one.name for one in handed_on if one.alpha is not None), None)) is not None:
+        raise _Refused(f"it refuses alphas beside {PEFT_CONFIGS} ({name})")
+
+
 def _require_positive_alphas(file: SeenFile) -> None:
     """Leave out a file on which diffusers' converters loop for ever: they double alpha / rank until it is near 1."""
     names = (one.name for one in (*file.modules, *file.encoders) if one.alpha is not None and one.alpha < 0.0)
@@ -541,7 +561,7 @@ def _as_configured(file: SeenFile, modules: Sequence[SeenModule]) -> tuple[SeenM
 
     Which layers it names does not matter: PEFT takes those of the file.
     """
-    config = None if isinstance(file.configs, str) else _config(file, file.family.component)
+    config = _config(file, file.family.component)
     if config is None:
         return tuple(modules)
     ranks = (
@@ -549,8 +569,9 @@ def _as_configured(file: SeenFile, modules: Sequence[SeenModule]) -> tuple[SeenM
         for module in modules
         for path in paths_in("diffusers", module, file.family)
     )
-    fits = config.has_targets and all(own in (None, stated) for own, stated in ranks)
-    return tuple(modules) if fits else ()
+    if not config.has_targets or any(own not in (None, stated) for own, stated in ranks):
+        raise _Refused(f"it refuses the file, since {PEFT_CONFIGS} names no layers, or other ranks")
+    return tuple(modules)
 
 
 def _require_known(modules: Sequence[SeenModule], family: Family) -> None:
@@ -647,7 +668,7 @@ def _ends(path: str) -> Iterator[str]:
 def _config(file: SeenFile, component: str) -> PeftConfig | None:
     if isinstance(file.configs, str):
         raise _Unknown(file.configs)
-    return file.configs.get(component, file.configs.get(""))
+    return None if file.configs is None else file.configs.get(component)
 
 
 def _by_config(config: PeftConfig, path: str, rank: int | None) -> float:
@@ -666,6 +687,7 @@ def _of_encoders(file: SeenFile) -> tuple[SeenModule, ...]:
     _require_in_comfyui(file)
     rows, known = _encoder_rows(file), _known_of_encoders(file)
     if file.host.name == "diffusers":
+        _require_header(file)
         if file.modules:
             _diffusers(file)  # what it makes of the rest is known only if this is
         _require_one_kind(file)
@@ -779,7 +801,7 @@ def _encoder_strengths(file: SeenFile, taken: Sequence[SeenModule]) -> list[floa
         return _comfyui_strengths(file, taken)
     if isinstance(file.configs, str):
         raise _Unknown(file.configs)
-    if any(component.startswith("text_encoder") for component in file.configs):
+    if any(component.startswith("text_encoder") for component in file.configs or ()):
         raise _Unknown("its header has PEFT's configuration for a text encoder")
     factors = [module.by_alpha for module in taken]
     if file.family.is_unet and len(set(factors)) > 1:

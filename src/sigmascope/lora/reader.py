@@ -721,6 +721,8 @@ def read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfi
         LoraFormatError: A configuration is not a JSON object.
     """
     if PEFT_CONFIGS in metadata:
+        if metadata[PEFT_CONFIGS].strip() == "null":
+            return {}
         values = _parsed(f"{path}: {PEFT_CONFIGS}", metadata[PEFT_CONFIGS])
         return _by_component(f"{path}: {PEFT_CONFIGS}", values)
     beside = path.with_name(_CONFIG_NAME)
