@@ -280,6 +280,30 @@ def test_a_header_that_contradicts_the_file_is_read_as_diffusers_does(
     assert rounded(of_host(path)) == taken
 
 
+@pytest.mark.parametrize("family", ["flux", "qwen_image", "wan", "sd15"])
+def test_factors_with_kernels_for_linear_layers_load_in_diffusers_only_once_converted(
+    pipelines: Pipelines, save: Save, tmp_path: Path, family: str
+) -> None:
+    """Up (out, r, 1, 1) and down (r, in, 1, 1): the family is told as without, and ComfyUI takes all."""
+    part = "unet" if family == "sd15" else "transformer"
+    path = save(pipelines(family), part)
+    plain = host_readings(path)
+    state = {
+        key: value[..., None, None].contiguous() if value.ndim == 2 else value
+        for key, value in load_file(path).items()
+    }
+    with_kernels, converted = tmp_path / "with_kernels.safetensors", tmp_path / "converted.safetensors"
+    save_file(state, with_kernels)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        in_diffusers(pipelines(family), with_kernels)
+    reading = of_host(with_kernels)
+    assert rounded(reading) == (0, {})
+    assert "1×1 kernels for a linear layer" in reading.unavailable["refused"]
+    assert host_readings(with_kernels)[1:] == plain[1:]
+    convert_lora(with_kernels, converted, "peft")
+    assert rounded(of_host(converted)) == in_diffusers(pipelines(family), converted) == rounded(plain[0])
+
+
 WHOLE = {"r": 2, "lora_alpha": 16, "target_modules": ["to_q", "to_k", "to_v"]}
 
 

@@ -33,6 +33,7 @@ from sigmascope.lora.families import (
     Part,
     UnetBlocks,
     family_misfit,
+    family_named,
     layout_of,
 )
 from sigmascope.lora.file import (
@@ -49,7 +50,14 @@ from sigmascope.lora.file_verdict import variant_finding
 from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.kinds import NEEDS_BASE
 from sigmascope.lora.kinds.fused import PartOfFused, SwappedHalves
-from sigmascope.lora.layer_names import blocks_of_model, is_layer, is_unet_layer, renamed, unet_kernel
+from sigmascope.lora.layer_names import (
+    blocks_of_model,
+    is_layer,
+    is_linear,
+    is_unet_layer,
+    renamed,
+    unet_kernel,
+)
 from sigmascope.lora.linalg import matrix_shape
 from sigmascope.lora.loadable import WrittenLoads
 from sigmascope.lora.module_names import ENCODER_PREFIXES, ParsedNames, layer_twice, parse_name, parse_names
@@ -375,9 +383,18 @@ class NamedLora:
         if shape is None and path is not None:
             side = unet_kernel(path, self.layout) or 0
             shape = (out, inner // side**2, side, side) if side and inner % side**2 == 0 else whole
+        elif shape is None and self._is_linear(name):
+            shape = whole
         if shape is None or len(shape) < len(whole) or matrix_shape(shape) != whole:
             return own
         return shape if own == whole or (shape == whole and prod(own[2:]) == 1) else own
+
+    def _is_linear(self, name: str) -> bool:
+        """Whether a layer outside of U-Nets is known to be a linear one."""
+        part, own = self.layout.split(self.layers[name])
+        family = family_named(self.layout.family)
+        is_known = part == "denoiser" and self.layout.family != "unknown" and not family.is_unet
+        return part.startswith("text_encoder") or (is_known and is_linear(own, family))
 
     def key_in_base(self, name: str) -> str | None:
         """The model's tensor that a change depends on; None if it depends on none, or the model has none or is not given."""

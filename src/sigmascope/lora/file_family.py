@@ -20,6 +20,7 @@ from sigmascope.lora.families import (
 )
 from sigmascope.lora.families.known import as_wide
 from sigmascope.lora.file import LoraFile, family_in
+from sigmascope.lora.linalg import without_pointwise_kernel
 from sigmascope.lora.module_names import (
     BIAS,
     CONTEXT_LAYERS,
@@ -191,7 +192,11 @@ def _by_most_names(lora: LoraFile) -> str | None:
 
 def _denoiser_layers(lora: LoraFile) -> dict[str, tuple[int, ...]]:
     """Shapes of the denoiser's weights by path."""
-    return {path: lora.shape_of(name) for name in lora.names if (path := _denoiser_path(name)) is not None}
+    return {
+        path: without_pointwise_kernel(lora.shape_of(name))
+        for name in lora.names
+        if (path := _denoiser_path(name)) is not None
+    }
 
 
 def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
@@ -242,7 +247,7 @@ def _unet_file_family(lora: LoraFile, by_names: str, stated: str | None) -> File
 
 def _context_width(lora: LoraFile) -> int | None:
     for name in lora.names:
-        shape = lora.shape_of(name)
+        shape = without_pointwise_kernel(lora.shape_of(name))
         if name.endswith(CONTEXT_LAYERS) and len(shape) == 2:
             return shape[1]
     return None

@@ -29,7 +29,7 @@ from sigmascope.lora.families.text_encoders import ENCODER_READS, EncoderReads
 from sigmascope.lora.file import PEFT_CONFIGS, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import FileFamily, file_family
 from sigmascope.lora.formats import DIFF_M, MODULATION, NORM_SCALE, is_attention_projection
-from sigmascope.lora.layer_names import kernel_of, to_diffusers, to_sgm
+from sigmascope.lora.layer_names import is_linear, kernel_of, to_diffusers, to_sgm
 from sigmascope.lora.module_names import flat, is_of_controlnet, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
 from sigmascope.units import counted
@@ -542,8 +542,14 @@ def _require_positive_alphas(file: SeenFile) -> None:
 
 
 def _require_kernels(file: SeenFile) -> None:
-    """Leave out a file that PEFT refuses, for a U-Net's layer whose kernel, or none, the factors do not have."""
+    """Leave out a file that PEFT refuses, for a layer whose kernel, or none, the factors do not have."""
     family = file.family
+    for module in () if family.is_unet else file.modules:
+        if len(module.shape) > 2 and any(
+            is_linear(one, family) for one in paths_in("diffusers", module, family)
+        ):
+            kernels = "×".join(map(str, module.shape[2:]))
+            raise _Refused(f"it refuses files with {kernels} kernels for a linear layer ({module.name})")
     for module in file.modules if family.is_unet else ():
         (path,) = paths_in("diffusers", module, family)
         own, layers = (module.shape[2] if len(module.shape) > 2 else None), kernel_of(path, family)

@@ -472,6 +472,17 @@ def kernel_of(path: str, family: Family) -> int | None:
     return 3 if _CONVOLUTION.search(path) else None
 
 
+_PATCHES: Final = re.compile(
+    r"(?:^|\.)(?:patch_embedding|(?:pos_embed|patch_embed|x_embedder|img_in)\.proj|conv\w*)(?:\.|$)"
+)
+"""Layers of transformers that may be convolutions."""
+
+
+def is_linear(path: str, family: Family) -> bool:
+    """Whether a denoiser's layer, named as in diffusers, is known to be a linear one."""
+    return kernel_of(path, family) is None if family.is_unet else _PATCHES.search(path) is None
+
+
 def usual_blocks(family: str) -> UnetBlocks:
     """The blocks of the family's published U-Net."""
     return family_named(family).unet_blocks

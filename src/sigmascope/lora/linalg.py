@@ -283,12 +283,13 @@ def same_matrix(first: Sequence[int], second: Sequence[int]) -> bool:
     Those of a 1×1 convolution and a Linear layer are. So are those of a convolution (out, in, kh, kw) and of factors
     that do not show its kernel (out, in·kh·kw), such as LoHa and LoKr without a core.
     """
-    if _without_pointwise_kernel(first) == _without_pointwise_kernel(second):
+    if without_pointwise_kernel(first) == without_pointwise_kernel(second):
         return True
     return 2 in {len(first), len(second)} and first[:1] == second[:1] and prod(first) == prod(second)
 
 
-def _without_pointwise_kernel(shape: Sequence[int]) -> tuple[int, ...]:
+def without_pointwise_kernel(shape: Sequence[int]) -> tuple[int, ...]:
+    """(out, in) of a linear layer too whose factors have kernels of 1×1."""
     return tuple(shape[:2]) if prod(shape[2:]) == 1 else tuple(shape)
 
 

@@ -59,6 +59,7 @@ from sigmascope.lora.layer_names import (
     to_sgm,
     usual_blocks,
 )
+from sigmascope.lora.linalg import without_pointwise_kernel
 
 BIAS: Final = ".bias"
 _TEXT_MODEL: Final = "text_model_"
@@ -670,7 +671,11 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
             unknown.append(name)
         else:
             placed[name] = place
-    shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
+    shapes = {
+        path: without_pointwise_kernel(lora.shape_of(name))
+        for name, (part, path) in placed.items()
+        if part == "denoiser"
+    }
     otherwise = None if family is None else family_misfit(family, shapes)
     if otherwise is not None:
         raise ConfigError(
