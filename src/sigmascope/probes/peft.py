@@ -40,6 +40,7 @@ _AROUND: Final = frozenset((*_WRAPPED, *_AROUND_WHOLE_MODELS))
 _MAGNITUDE: Final = "lora_magnitude_vector"
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
 _LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
+UP_BIAS: Final = "lora_B.bias"
 NO_VALUES: Final = "it has no values: its tensors are on the meta device"
 UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
 _BYPASSED: Final = "its attention runs joined projections instead: unfuse_qkv_projections separates them"
@@ -548,9 +549,7 @@ def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
     second = held_by(layer, "lora_B", adapter)
     bias = _held(second, "bias")
     if isinstance(bias, Tensor):
-        changes.append(
-            Change("bias", "diff", {"diff": _at_hand(second, "bias", bias)}, {"diff": "lora_B.bias"})
-        )
+        changes.append(Change("bias", "diff", {"diff": _at_hand(second, "bias", bias)}, {"diff": UP_BIAS}))
     return changes
 
 

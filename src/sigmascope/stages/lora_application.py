@@ -367,12 +367,16 @@ class ModelAnalysis:
 
     @property
     def left_in_weights(self) -> list[float]:
-        """The strengths of changes that were merged at the baseline and are no longer among those on the model.
+        """The strengths of changes that are no longer among those on the model, and were merged at the baseline or since.
 
         Of kinds that a strength of 0 does not take away it is 1.
         """
         on = {(patch.key, patch.source) for patch in self.patches_on.patches}
-        gone = [p for p in self.patches_before if (p.key, p.source) not in on and p.state == "merged"]
+        facts, changes = self.weights["weight_changes"], self.weights["keys_value_changed"]
+        reshaped = {key for key, change in facts.items() if change["shape_changed"]}
+        written = {key for key, change in changes.items() if change["content_changed"]} - reshaped
+        merged = (p for p in self.patches_before if p.state == "merged" or p.key in written)
+        gone = [p for p in merged if (p.key, p.source) not in on]
         return sorted({(p.strength or 0.0) if p.adapter_type in SCALED else 1.0 for p in gone})
 
     @property

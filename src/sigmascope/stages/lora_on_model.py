@@ -48,6 +48,7 @@ from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_device, copy_to_host
 from sigmascope.probes.fingerprints import positions
+from sigmascope.probes.peft import UP_BIAS
 from sigmascope.probes.reading import Reading, attempt, attribute, lookup, sequence
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding
@@ -409,6 +410,8 @@ def _one_patch(patch: AppliedPatch, finite: Reading[bool]) -> OnePatch:
 
 def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[bool]]) -> SourceFacts:
     by_key = _by_key_of(patches)
+    # The strength of such a bias has the factors' alpha / rank in it.
+    without_biases = [patch for patch in patches if patch.host_names.get("diff") != UP_BIAS]
     effects = [effect_of(changes, None) for changes in by_key.values()]
     norms = [effect.delta_norm for effect in effects if effect.delta_norm is not None]
     why = next((effect.unavailable["delta_norm"] for effect in effects if effect.delta_norm is None), None)
@@ -418,7 +421,7 @@ def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[boo
         states=dict(Counter(patch.state for patch in patches)),
         adapter_types=dict(Counter(patch.adapter_type for patch in patches)),
         ranks=dict(sorted(Counter(patch.rank for patch in patches if patch.rank is not None).items())),
-        strengths=sorted({patch.strength for patch in patches if patch.strength is not None}),
+        strengths=sorted({one.strength for one in without_biases if one.strength is not None}),
         delta_norm=Reading(root_sum_square(norms) if why is None else None, why),
         relative_change=Reading(None, "the weights were not compared"),
         not_finite=[patch.key for patch in patches if finite[id(patch)].value is False],

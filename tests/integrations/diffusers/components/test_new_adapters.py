@@ -18,7 +18,7 @@ from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import sigmascope
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_state import acting_lora, standing
 
 pytestmark = pytest.mark.slow
 WAYS: dict[str, Callable[[nn.Module, LoraConfig], Any]] = {
@@ -139,6 +139,43 @@ def test_merging_in_a_peft_model_that_was_there_before_the_watch_is_a_stage() ->
         pipeline.unet.unload()
         generate(pipeline, "sd15", num_inference_steps=1)
     assert acting_lora(run.record()) == "The LoRA acts in the denoiser: it is in the weights."
+
+
+MERGES: dict[str, Callable[[PeftModel], nn.Module]] = {
+    "both": lambda model: model.merge_and_unload(adapter_names=["one", "two"]),
+    "the one that is off": lambda model: model.merge_and_unload(adapter_names=["two"]),
+    "one that was disabled": lambda model: (
+        model.base_model.disable_adapter_layers(),
+        model.merge_and_unload(),
+    )[1],
+}
+
+
+@pytest.mark.parametrize("which", MERGES)
+def test_what_was_off_and_is_merged_stays_in_the_weights(which: str) -> None:
+    pipeline = make_pipeline("sd15")
+    before = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        model = get_peft_model(pipeline.unet, deepcopy(TRAINED["lora"]), adapter_name="one")
+        model.add_adapter("two", deepcopy(TRAINED["lora"]))
+        pipeline.unet = MERGES[which](model)
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.allclose(picture, before, atol=1e-4)
+    assert standing(run.record()) == ("acts", "The LoRA acts in the denoiser: it is in the weights.", True)
+
+
+def test_a_bias_of_the_factors_has_the_strength_of_its_lora() -> None:
+    pipeline = make_pipeline("sd15")
+    config = LoraConfig(
+        r=2, lora_alpha=8, lora_bias=True, init_lora_weights=False, target_modules=["to_out.0"]
+    )
+    with sigmascope.watch(pipeline) as run:
+        pipeline.unet.add_adapter(config)
+        generate(pipeline, "sd15", num_inference_steps=1)
+    record = run.record()
+    patches = record.stage("lora_application").facts["lora_application"]["unet_lora_patches"]
+    assert patches["loras"]["default"]["strengths"] == [1.0]
+    assert (acting_lora(record) or "").startswith("The LoRA acts: ")
 
 
 ZEROS = {
