@@ -703,6 +703,58 @@ def test_a_lora_that_was_taken_off_without_any_change_is_in_the_weights(
     assert acting_lora(run) == (words if is_in_weights else None)
 
 
+def test_a_lora_that_was_fused_before_another_is_in_the_weights_beside_it() -> None:
+    off = taken_off("unload_lora_weights", False, {"unet": [1.0], "clip": []})
+    one = (changed({"a": lora(0.05, lazy=9)}), off)
+    words = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser. It is in the weights."
+    assert acting_lora(run_of(*one, call_that_scales())) == words
+    other = changed({"b": lora(0.2, lazy=9)})
+    assert acting_lora(run_of(*one, other, off, call_that_scales())) == (
+        f"{words.replace('5 %', '20 %')} What was fused before stays in the weights of the denoiser, and acts too."
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("unload_lora_weights", "took off"),
+        ("delete_adapters", "took off"),
+        ("disable_lora", "switched off"),
+        ("set_adapters", "switched off"),
+    ],
+)
+def test_a_lora_that_was_taken_off_after_the_last_call_acted_in_it(method: str, words: str) -> None:
+    off = taken_off(method, True, {"unet": [], "clip": []})
+    off.facts["lora_application"]["unet_weight_changes"] = {"predicted": True, "relative_change": 0.05}
+    said = f" After the last call, {method} {words} what was on."
+    on = changed({"a": {**lora(0.05, lazy=9), "strengths": [1.0]}})
+    with_it = looked_at(unet__a=STYLE)
+    acts = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."
+    assert standing(run_of(on, with_it, off)) == ("acts", f"{acts}{said}", True)
+    there = acting_lora(run_of(with_it))
+    assert acting_lora(run_of(with_it, off)) == f"{there}{said}"
+    one_of_two = replace(off, facts={**off.facts, "only_on": "unet"})
+    assert acting_lora(run_of(with_it, one_of_two)) == f"{there}{said}"
+    both = looked_at(unet__a=STYLE, text_encoder__a=STYLE)
+    told = standing(run_of(both, one_of_two))
+    assert told == (
+        "unknown",
+        "Whether the LoRA acts is unknown: no call has run since the last change.",
+        None,
+    )
+
+
+def test_layers_that_get_their_shape_back_are_no_lora_that_acts() -> None:
+    off = taken_off("unload_lora_weights", True, {"unet": [], "clip": []})
+    off.facts["lora_application"]["unet_weight_changes"] = {"predicted": False, "relative_change": None}
+    on = changed({"a": lora(0.05, lazy=9)})
+    assert standing(run_of(on, off, looked_at())) == (
+        "taken off",
+        "No LoRA acts: unload_lora_weights took off what was on, before the last call.",
+        None,
+    )
+
+
 def test_a_call_of_another_pipeline_without_the_lora_does_not_take_it_off() -> None:
     kinds = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
     base, refiner, again = (

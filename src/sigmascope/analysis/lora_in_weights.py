@@ -1,7 +1,7 @@
 """What LoRAs leave in the weights of a run's models: what is merged stays there when its layers are taken off."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 from sigmascope.analysis.lora_facts import (
@@ -39,16 +39,22 @@ def acting_in_weights(analysis: Mapping[str, Any]) -> list[bool]:
     ]
 
 
-def left_in_weights(run: Run) -> list[str]:
-    """The sides in whose weights a LoRA, or a part of one, stays that is off or gone, whatever was loaded since."""
+def left_in_weights(run: Run, until: Stage | None = None) -> list[str]:
+    """The sides in whose weights a LoRA, or a part of one, stays that is off or gone, whatever was loaded since.
+
+    Args:
+        run: The record.
+        until: A stage, if what was on after it does not count.
+    """
     left = [
         name
-        for stage in run.walk()
+        for stage in takewhile(lambda stage: stage is not until, run.walk())
         for name, side in names_of_sides(stage)
         if _stays_in_weights(run, stage, side)
     ]
+    parts = () if until is not None else _partly_taken_out(run)
     back = {*map(_side_of, are_back(run))} - {*map(_side_of, _merged_into(run) - are_back(run))}
-    return [name for name in dict.fromkeys([*left, *_partly_taken_out(run)]) if name not in back]
+    return [name for name in dict.fromkeys([*left, *parts]) if name not in back]
 
 
 def may_be_left(run: Run) -> bool:

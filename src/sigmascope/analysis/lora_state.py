@@ -1,6 +1,7 @@
 """Whether the LoRAs of a run acted at its end, in a sentence."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from sigmascope import units
@@ -121,6 +122,8 @@ def _not_told(run: Run) -> str | None:
         why = "the last call failed"
     elif _made_nan(last):
         why = "the last call made NaN or Inf, which may come from it"
+    elif IDLE_LORAS in last.facts:
+        why = "no call has run since the last change"
     else:
         why = "what it did in the last call was not measured"
     return f"{_IS_OPEN}: {why}."
@@ -462,7 +465,9 @@ def _acting_standing(run: Run) -> LoraStanding | None:
         for name, side in names_of_sides(stage)
         if (changes := mapping(last.get(f"{side}_weight_changes")))
     ]
+    method = str(stage.facts.get("method"))
     changed = any(changes.get("predicted") or patches.get("loras") for _, changes, patches in sides)
+    changed |= method in TAKE_OFF and not method.startswith(MERGING)  # widened layers get their shape back
     is_on = any(acting_in(patches) for _, _, patches in sides) and not _is_off_since(run, stage)
     others = _on_other_side(run, stage)
     left = left_in_weights(run)
@@ -471,12 +476,13 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     if not is_on and changed:
         if not others:
             says = _in_last_call(run, stage)
-            return _taken_off(run, stage) if says is None else _as_arrived(says, ())
+            off = _taken_off(run, stage) or _acted_until(run, stage)
+            return off if says is None else _as_arrived(says, ())
         if not _acts_beside(run, stage):
             return None  # what takes the others off is not heard of each model: a call tells
         sides = []
     sides = sorted([*sides, *others], key=lambda side: side[0] == OF_ENCODERS)
-    is_new = str(stage.facts.get("method")).startswith("load_lora")
+    is_new = method.startswith("load_lora")
     sizes = [
         f"{size} in the {name}"
         for name, *side in sides
@@ -496,7 +502,8 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     acting = {name for _, _, patches in sides for name in acting_in(patches)}
     words = "The LoRAs act" if len(acting) > 1 else "The LoRA acts"
     words += f": ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "."
-    words += " It is in the weights." if in_weights else _left_beside(run)
+    words += " It is in the weights." if in_weights else ""
+    words += _left_beside(run, stage if in_weights else None)
     words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
     words += "".join(dict.fromkeys(said for _, _, patches in sides for said in _beside_acting(patches)))
     words += _not_run_since(run, stage)
@@ -792,9 +799,32 @@ def _taken_off(run: Run, change: Stage) -> LoraStanding | None:
     return LoraStanding("taken off", says, is_well=None)
 
 
-def _left_beside(run: Run) -> str:
-    """That what was fused before stays in the weights, beside LoRAs that act, as a sentence; "" if nothing does."""
-    left = left_in_weights(run)
+def _acted_until(run: Run, change: Stage) -> LoraStanding | None:
+    """How LoRAs acted in the last call, if a change took off or switched off after it all that was on."""
+    places = [
+        place for place, one in enumerate(run.stages) if any(RECIPE in part.facts for part in one.walk())
+    ]
+    before = replace(run, stages=run.stages[: places[-1] + 1]) if places else None
+    if before is None or any(one is change for one in before.walk()):
+        return None
+    last = [one for one in before.walk() if RECIPE in one.facts][-1]
+    only_on = change.facts.get(ONLY_ON)
+    told = None if only_on is not None and _active_beside(only_on, last) else _acting_standing(before)
+    if told is None or told.is_well is None:
+        return None
+    method = str(change.facts.get("method"))
+    off = "switched off" if method.startswith(("set_", "disable_")) else "took off"
+    return told._replace(says=f"{told.says} After the last call, {method} {off} what was on.")
+
+
+def _left_beside(run: Run, change: Stage | None) -> str:
+    """That what was fused before stays in the weights, beside LoRAs that act, as a sentence; "" if nothing does.
+
+    Args:
+        run: The record.
+        change: By which these act, if they are in the weights too.
+    """
+    left = left_in_weights(run, until=change)
     where = " and the ".join(left)
     return f" What was fused before stays in the weights of the {where}, and acts too." if left else ""
 

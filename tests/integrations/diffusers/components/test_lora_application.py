@@ -10,7 +10,7 @@ from tests.integrations.diffusers.marks import left_behind
 from typer.testing import CliRunner
 
 import sigmascope
-from sigmascope.analysis.lora_state import acting_lora, idle_lora
+from sigmascope.analysis.lora_state import acting_lora, idle_lora, standing
 from sigmascope.cli.root import app
 from sigmascope.records.run import Run, Stage
 
@@ -113,6 +113,26 @@ def test_methods_that_find_no_lora_have_done_nothing_wrong(pipeline: Any, tmp_pa
             ("lora_none_there", "info")
         }
         assert idle_lora(run) is None
+
+
+def test_a_lora_that_widened_a_layer_acts_no_more_once_that_has_its_shape_back() -> None:
+    """As FLUX' control LoRAs do: `unload_lora_weights` keeps the wider layer, unless it is told to reset it."""
+    pipeline = make_pipeline("flux")
+    bare = generate(pipeline, "flux", num_inference_steps=1)
+    embedder = pipeline.transformer.x_embedder
+    pipeline.load_lora_weights(
+        {
+            "transformer.x_embedder.lora_A.weight": torch.ones(2, 2 * embedder.in_features),
+            "transformer.x_embedder.lora_B.weight": torch.ones(embedder.out_features, 2),
+        },
+        adapter_name="control",
+    )
+    with sigmascope.watch(pipeline) as run:
+        pipeline.set_adapters("control", 0.85)
+        pipeline.unload_lora_weights(reset_to_overwritten_params=True)
+        assert torch.equal(generate(pipeline, "flux", num_inference_steps=1), bare)
+    says = "No LoRA acts: unload_lora_weights took off what was on, before the last call."
+    assert standing(run.record()) == ("taken off", says, None)
 
 
 def test_images_with_a_lora_are_the_same_bit_for_bit(tmp_path: Path) -> None:
