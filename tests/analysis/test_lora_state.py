@@ -744,6 +744,18 @@ def test_a_lora_that_was_taken_off_after_the_last_call_acted_in_it(method: str, 
     )
 
 
+def test_a_lora_that_did_nothing_in_the_last_call_is_not_said_to_have_acted_once_it_is_taken_off() -> None:
+    off = taken_off("unload_lora_weights", True, {"unet": [], "clip": []})
+    off.facts["lora_application"]["unet_weight_changes"] = {"predicted": True, "relative_change": 0.05}
+    on = changed({"a": {**lora(0.05, lazy=9), "strengths": [1.0]}})
+    says = f"{ZEROS['message']} After the last call, unload_lora_weights took off what was on."
+    for before in ((on, looked_at(ZEROS, unet__a=STYLE)), (looked_at(ZEROS, unet__a=STYLE),)):
+        assert standing(run_of(*before, off)) == ("does nothing", says, False)
+        assert acting_lora(run_of(*before, off)) is None
+    says = f"Whether the LoRA acts is unknown. {CHANGED['message']}"
+    assert standing(run_of(looked_at(CHANGED, unet__a=STYLE), off)) == ("unknown", says, None)
+
+
 def test_layers_that_get_their_shape_back_are_no_lora_that_acts() -> None:
     off = taken_off("unload_lora_weights", True, {"unet": [], "clip": []})
     off.facts["lora_application"]["unet_weight_changes"] = {"predicted": False, "relative_change": None}

@@ -19,7 +19,7 @@ IDLE: Final = frozenset({"inactive", "failed"})
 MERGING: Final = ("fuse", "merge")
 """How the names of methods begin that put LoRAs into the weights."""
 TAKE_OFF: Final = frozenset(
-    {"delete_adapters", "merge_and_unload", "unload", "unload_lora", "unload_lora_weights"}
+    {"delete_adapter", "delete_adapters", "merge_and_unload", "unload", "unload_lora", "unload_lora_weights"}
 )
 """Methods that take adapters off models."""
 TAKE_OUT: Final = frozenset({"unfuse_lora", "unmerge_adapter"})

@@ -81,6 +81,7 @@ AS_BEFORE: Final = "lora_as_before"
 
 
 ACTS: Final = "acts"
+_IDLE: Final = "does nothing"
 UNTRAINED, IS_ZERO = "lora_untrained", "lora_is_zero"
 """The finding on an adapter that was made anew, and on one that may have been loaded so."""
 
@@ -98,7 +99,7 @@ def standing(run: Run) -> LoraStanding | None:
     idle, spoils = idle_lora(run), _spoiling(run)
     if idle is not None:
         is_open = not _of_prompt(run) and _idle_finding(run).get("id") in OPEN_VERDICTS
-        return LoraStanding("unknown", idle, None) if is_open else LoraStanding("does nothing", idle, False)
+        return LoraStanding("unknown", idle, None) if is_open else LoraStanding(_IDLE, idle, False)
     if spoils:
         is_empty = spoils.get("id") == "lora_without_values"
         return LoraStanding(
@@ -172,7 +173,11 @@ def idle_lora(run: Run) -> str | None:
         return str(idle["message"])
     if (lost := _lost_in_merging(run)) is not None:
         return lost
-    return next((seen.message for seen in lora_elsewhere(run)), None)
+    if (elsewhere := next((seen.message for seen in lora_elsewhere(run)), None)) is not None:
+        return elsewhere
+    cut = _taken_off_after(run)
+    told = None if cut is None else standing(cut.before)
+    return None if cut is None or told is None or told.words != _IDLE else told.says + cut.says
 
 
 def acted_before(run: Run) -> str:
@@ -476,7 +481,7 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     if not is_on and changed:
         if not others:
             says = _in_last_call(run, stage)
-            off = _taken_off(run, stage) or _acted_until(run, stage)
+            off = _taken_off(run, stage) or _acted_until(run)
             return off if says is None else _as_arrived(says, ())
         if not _acts_beside(run, stage):
             return None  # what takes the others off is not heard of each model: a call tells
@@ -799,22 +804,44 @@ def _taken_off(run: Run, change: Stage) -> LoraStanding | None:
     return LoraStanding("taken off", says, is_well=None)
 
 
-def _acted_until(run: Run, change: Stage) -> LoraStanding | None:
-    """How LoRAs acted in the last call, if a change took off or switched off after it all that was on."""
-    places = [
-        place for place, one in enumerate(run.stages) if any(RECIPE in part.facts for part in one.walk())
+def _acted_until(run: Run) -> LoraStanding | None:
+    """How LoRAs acted in the last call, if all that was on was taken off or switched off after it."""
+    cut = _taken_off_after(run)
+    told = None if cut is None else _acting_standing(cut.before)
+    if cut is None or told is None or told.is_well is None:
+        return None
+    return told._replace(says=told.says + cut.says)
+
+
+class _Cut(NamedTuple):
+    """A run up to its last call, and in a sentence what took off or switched off after it all that was on."""
+
+    before: Run
+    says: str
+
+
+def _taken_off_after(run: Run) -> _Cut | None:
+    """Where a run is cut if a change after its last call left nothing that acts beside the weights; None if not so."""
+    calls = [
+        (place, part)
+        for place, stage in enumerate(run.stages)
+        for part in stage.walk()
+        if RECIPE in part.facts
     ]
-    before = replace(run, stages=run.stages[: places[-1] + 1]) if places else None
-    if before is None or any(one is change for one in before.walk()):
+    if not calls:
         return None
-    last = [one for one in before.walk() if RECIPE in one.facts][-1]
-    only_on = change.facts.get(ONLY_ON)
-    told = None if only_on is not None and _active_beside(only_on, last) else _acting_standing(before)
-    if told is None or told.is_well is None:
+    place, last = calls[-1]
+    later = (part for stage in run.stages[place + 1 :] for part in stage.walk())
+    changes = [part for part in later if FACT in part.facts and _is_change(mapping(part.facts[FACT]))]
+    if not changes or mapping(changes[-1].facts[FACT]).get("effective") is not True:
         return None
-    method = str(change.facts.get("method"))
+    only_on = changes[-1].facts.get(ONLY_ON)
+    if any(map(acting_in, patches_in(changes[-1]))) or (only_on and _active_beside(only_on, last)):
+        return None
+    method = str(changes[-1].facts.get("method"))
     off = "switched off" if method.startswith(("set_", "disable_")) else "took off"
-    return told._replace(says=f"{told.says} After the last call, {method} {off} what was on.")
+    before = replace(run, stages=run.stages[: place + 1])
+    return _Cut(before, f" After the last call, {method} {off} what was on.")
 
 
 def _left_beside(run: Run, change: Stage | None) -> str:
