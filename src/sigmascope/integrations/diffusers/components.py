@@ -268,6 +268,11 @@ _JOINS: Final = ("fuse_qkv_projections", "unfuse_qkv_projections")
 """With these, attentions begin or cease to run copies of their weights without the adapters on them."""
 _MERGES: Final = ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload")
 """Methods of PEFT's tuners that put adapters into weights, and take wrappers off."""
+_SETS: Final = ("set_adapter", "delete_adapter")
+"""Methods of PEFT's tuners that `PeftModel` calls for its own: a new one is not known before its pipeline is called.
+
+What is only switched off for a while (`disable_adapter`) is seen in each call.
+"""
 _PUT_IN: Final = ("fuse_lora", "merge_adapter", "merge_and_unload")
 _WRITES: Final = ("fuse_lora", "unfuse_lora", *_MERGES)
 """What PEFT does through `weight.data`; and so does loading with `hotswap`."""
@@ -326,9 +331,9 @@ class LoraObserver(Observer):
     def _put_on_tuner(self, kind: type) -> None:
         if _INJECTS in vars(kind):
             self.hook_attribute(kind, _INJECTS, self._before_injection)
-        for method in _MERGES:
+        for method in (*_MERGES, *_SETS):
             if method in vars(kind):
-                self.hook_attribute(kind, method, functools.partial(self._before_merge, method))
+                self.hook_attribute(kind, method, functools.partial(self._before_of_tuner, method))
 
     def _put_on_model(self, kind: type) -> None:
         for method in (_LOADS_INTO_NEW, _LOADS):
@@ -356,7 +361,9 @@ class LoraObserver(Observer):
         model = args[0] if args else kwargs.get("model")
         return None if self._models.get(model) is None else self._before(_INJECTS, model, (), {})
 
-    def _before_merge(self, method: str, tuner: object, _args: Arguments, _kwargs: Keywords) -> After | None:
+    def _before_of_tuner(
+        self, method: str, tuner: object, _args: Arguments, _kwargs: Keywords
+    ) -> After | None:
         model = getattr(tuner, "model", None)
         return None if self._models.get(model) is None else self._before(method, model, (), {})
 

@@ -164,6 +164,38 @@ def test_what_was_off_and_is_merged_stays_in_the_weights(which: str) -> None:
     assert standing(run.record()) == ("acts", "The LoRA acts in the denoiser: it is in the weights.", True)
 
 
+@pytest.mark.parametrize("way", ["linear", "cat"])
+def test_an_adapter_that_peft_makes_of_others_acts_with_its_own_strength(way: str) -> None:
+    """PEFT injects it with a B of zeros, fills it, and leaves it off until `set_adapter`."""
+    pipeline = make_pipeline("sd15")
+    base = sqrt(
+        sum(
+            float(w.detach().double().square().sum())
+            for n, w in pipeline.unet.named_parameters()
+            if "to_q" in n
+        )
+    )
+    with sigmascope.watch(pipeline) as run:
+        model = get_peft_model(pipeline.unet, deepcopy(TRAINED["lora"]), adapter_name="one")
+        model.add_adapter("two", deepcopy(TRAINED["lora"]))
+        model.add_weighted_adapter(["one", "two"], [0.7, 0.3], "both", combination_type=way)
+        model.set_adapter("both")
+        pipeline.unet = model
+        generate(pipeline, "sd15", num_inference_steps=1)
+    both = [
+        layer.get_delta_weight("both").detach().double()
+        for layer in model.modules()
+        if hasattr(layer, "lora_B")
+    ]
+    true = sqrt(sum(float(delta.square().sum()) for delta in both)) / base
+    last = [stage for stage in run.record().walk() if stage.name == "lora_application"][-1]
+    assert last.facts["method"] == "set_adapter"
+    patches = last.facts["lora_application"]["unet_lora_patches"]
+    assert patches["loras"]["both"]["relative_change"] == pytest.approx(true, rel=1e-3)
+    acts = acting_lora(run.record()) or ""
+    assert acts.startswith(f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {100 * true:.0f} % in the denoiser.")
+
+
 def test_a_bias_of_the_factors_has_the_strength_of_its_lora() -> None:
     pipeline = make_pipeline("sd15")
     config = LoraConfig(
