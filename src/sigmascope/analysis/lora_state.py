@@ -80,6 +80,8 @@ AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 
 
+_MAKES: Final = frozenset({"add_adapter", "inject_adapter"})
+"""Methods that make an adapter anew."""
 ACTS: Final = "acts"
 _IDLE: Final = "does nothing"
 UNTRAINED, IS_ZERO = "lora_untrained", "lora_is_zero"
@@ -487,7 +489,7 @@ def _acting_standing(run: Run) -> LoraStanding | None:
             return None  # what takes the others off is not heard of each model: a call tells
         sides = []
     sides = sorted([*sides, *others], key=lambda side: side[0] == OF_ENCODERS)
-    is_new = method.startswith("load_lora")
+    is_new = method.startswith("load_") or method in _MAKES
     sizes = [
         f"{size} in the {name}"
         for name, *side in sides
@@ -859,14 +861,15 @@ def _left_beside(run: Run, change: Stage | None) -> str:
 def _size(changes: Mapping[str, Any], patches: Mapping[str, Any], *, is_new: bool) -> str | None:
     """‖ΔW‖ of what is on a model now beside ‖W‖, in words: of each LoRA, or of what is in the weights.
 
-    Factors do not tell how strong a DoRA is. One that was just loaded (`is_new`) and is alone made all of the change.
+    Factors do not tell how strong a DoRA is. One that was just loaded or made (`is_new`) and is alone made all of the change.
     """
     acting = acting_in(patches)
     if not acting:  # what changed was put into the weights, unless it is a LoRA's that was beside them
         return None if changes.get("predicted") else _percent(changes.get("relative_change"))
     shares = {name: _percent(lora.get("relative_change")) for name, lora in acting.items()}
     if len(shares) == 1:
-        made = _percent(changes.get("relative_change"))
+        is_whole = "delta_norm" not in mapping(changes.get("unavailable"))
+        made = _percent(changes.get("relative_change")) if is_whole else None
         is_alone = is_new and len(mapping(patches.get("loras"))) == 1
         return next(iter(shares.values())) or (made if is_alone else None)
     return ", ".join(f"{share} ({name})" for name, share in shares.items() if share) or None

@@ -10,7 +10,15 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.models.controlnets.multicontrolnet import MultiControlNetModel
-from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft import (
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from tests.families import generate, make_pipeline
 from tests.integrations.diffusers.marks import left_behind
 from tests.integrations.diffusers.other_pipelines import controlnet
@@ -120,6 +128,38 @@ def test_what_peft_merges_or_takes_off_is_a_stage(way: str, kind: str) -> None:
     assert acts.startswith("The LoRA acts: " if moved else f"No LoRA acts: {way} took off what was on")
     assert ("It is in the weights." in str(acts)) is (way == "merge_and_unload")
     assert left_behind() == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dora_that_is_made_has_its_strength(way: str) -> None:
+    pipeline = make_pipeline("sd15")
+    base = deepcopy(pipeline.unet)
+    with sigmascope.watch(pipeline) as run:
+        WAYS[way](
+            pipeline.unet, LoraConfig(r=2, use_dora=True, init_lora_weights=False, target_modules=["to_q"])
+        )
+        generate(pipeline, "sd15", num_inference_steps=1)
+    squares = [0.0, 0.0]
+    for name, layer in pipeline.unet.named_modules():
+        if hasattr(layer, "lora_A"):
+            weight = base.get_submodule(name).weight.detach().double()
+            units = torch.eye(weight.shape[1], dtype=torch.float64)
+            used = deepcopy(layer).double()(units).detach().T
+            squares[0] += float((used - weight).square().sum())
+            squares[1] += float(weight.square().sum())
+    share = 100 * sqrt(squares[0] / squares[1])
+    acts = acting_lora(run.record()) or ""
+    assert acts.startswith(f"The LoRA acts: ‖ΔW‖ / ‖W‖ is {share:.0f} % in the denoiser.")
+
+
+def test_no_figure_is_told_of_a_kind_that_only_some_weights_are_known_of() -> None:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as run:
+        get_peft_model(
+            pipeline.unet, OFTConfig(r=2, oft_block_size=0, target_modules=["to_q"], init_weights=False)
+        )
+        generate(pipeline, "sd15", num_inference_steps=1)
+    assert acting_lora(run.record()) == "The LoRA acts."
 
 
 @pytest.mark.parametrize("kind", TRAINED)
