@@ -65,6 +65,7 @@ _CHANGED_IN_CALL: Final = "lora_changed_in_call"
 OPEN_VERDICTS: Final = frozenset(
     {
         "lora_encoder_not_run",
+        "lora_in_embeddings",
         _FUSED_BEFORE,
         "lora_in_base",
         "lora_may_be_lost",
@@ -342,7 +343,7 @@ def _calls_beside_it(run: Run) -> int:
             is_on = is_on and _is_beside_weights(analysis)  # fusing changes nothing, and takes it there
             calls = calls if is_on else 0
         elif stage.name == GENERATION:
-            is_without = mapping(stage.facts.get(RECIPE)).get("loras") == {}
+            is_without = mapping(stage.facts.get(RECIPE)).get("loras") == {} and not idle_in_call(stage)
             calls, is_on = (calls + is_on, is_on) if is_without else (0, False)
     return calls
 

@@ -303,6 +303,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "embeddings that the call was given were made with it ({weights}).",
         "Call encode_prompt with the LoRA loaded and inside the watch, or pass the prompt itself.",
     ),
+    "lora_in_embeddings": VerdictRow(
+        "warning",
+        "Whether the LoRA acts in this call is unknown: it is on none of the models, but the embeddings that the call was given "
+        "were made with one.",
+        "Encode the prompt again without the LoRA, if it is not to act: taking it off leaves embeddings as they are.",
+    ),
     "lora_not_run": VerdictRow(
         "warning",
         "The LoRA changes nothing in this call: it is on {component}, which did not run ({weights}).",

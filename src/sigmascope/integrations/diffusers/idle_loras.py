@@ -159,6 +159,14 @@ class Embeddings:
 
         return Pending(tell, contents)
 
+    def are_made_with_any(self, positive: Sequence[Tensor]) -> bool:
+        """Whether a LoRA was active on an encoder when a prompt's embeddings were made."""
+        known = ((tensor, self._by_tensor.get(tensor)) for tensor in positive)
+        return any(
+            made is not None and made.version == _version(tensor) and any(made.contents.values())
+            for tensor, made in known
+        )
+
     def _contents_at(self, lora: str, *sides: Sequence[Tensor]) -> list[list[Sequence[Content] | None]]:
         component = component_of(lora)
         return [[self._contents(tensor, component) for tensor in side] for side in sides]
@@ -237,7 +245,8 @@ def begin_idle_lora_findings(
     if changes:
         return Pending(lambda: [_changed_in_call(changes, seen.steps)])
     if not loras:
-        return Pending(list)
+        made_with_one = EMBEDDINGS.are_made_with_any(given_embeddings(seen.arguments)[0])
+        return Pending(lambda: [_in_embeddings()] if made_with_one else [])
     active = {name: lora for name, lora in loras.items() if lora["active"]}
     left_out = {name: lora for name, lora in active.items() if seen.is_left_out(component_of(name))}
     parts = _halves_left_out(pipeline, active, seen)
@@ -489,6 +498,12 @@ def _detour_in(pipeline: object, running: Loras) -> str | None:
         if why is not None:
             return f"the forward pass of {name} is {why}"
     return None
+
+
+def _in_embeddings() -> dict[str, Any]:
+    from sigmascope.lora.verdict import verdict_finding
+
+    return asdict(verdict_finding("lora_in_embeddings", {}))
 
 
 def _not_seen(why: str) -> dict[str, Any]:

@@ -103,6 +103,29 @@ def test_a_text_encoders_lora_acts_through_the_embeddings_that_were_made_with_it
     assert program.watched(**after) == (True, set())
 
 
+@pytest.mark.parametrize("where", ["taken off", "in another pipeline"])
+def test_a_lora_that_is_in_the_embeddings_alone_is_not_said_to_do_nothing(where: str) -> None:
+    program = Program("sd15")
+    without = encode(program.pipeline)
+    with sigmascope.watch() as watching:
+        program.load()
+        made = encode(program.pipeline)
+        if where == "taken off":
+            program.pipeline.unload_lora_weights()
+        else:
+            program.pipeline = make_pipeline("sd15")
+        picture = program.picture(**made)
+    assert not torch.equal(picture, program.bare)
+    run = watching.record()
+    assert told(run) == {"lora_in_embeddings"}
+    assert "model.lora_elsewhere" not in {finding.id for finding in run.findings}
+    said = standing(run)
+    assert said is not None
+    assert said.words == "unknown"
+    assert "the embeddings that the call was given were made with one" in said.says
+    assert program.watched(**without)[1] == set()
+
+
 def test_a_lora_that_is_on_the_denoiser_too_acts_with_any_embeddings() -> None:
     program = Program("sd15", on_denoiser=True)
     unwatched = encode(program.pipeline)
