@@ -703,6 +703,14 @@ def test_a_lora_that_was_taken_off_without_any_change_is_in_the_weights(
     assert acting_lora(run) == (words if is_in_weights else None)
 
 
+def test_a_lora_that_was_off_and_is_deleted_is_no_longer_named() -> None:
+    on = changed({"a": lora(0.05, lazy=9), "b": lora(None, inactive=9)})
+    acts = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."
+    assert acting_lora(run_of(on)) == f"{acts} LoRA b is off or of strength 0."
+    deleted = taken_off("delete_adapters", False, {"unet": [], "clip": []}, a=lora(0.05, lazy=9))
+    assert acting_lora(run_of(on, deleted)) == acts
+
+
 def test_a_lora_that_was_fused_before_another_is_in_the_weights_beside_it() -> None:
     off = taken_off("unload_lora_weights", False, {"unet": [1.0], "clip": []})
     one = (changed({"a": lora(0.05, lazy=9)}), off)

@@ -513,7 +513,8 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     words += " It is in the weights." if in_weights else ""
     words += _left_beside(run, stage if in_weights else None)
     words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
-    words += "".join(dict.fromkeys(said for _, _, patches in sides for said in _beside_acting(patches)))
+    now = [*_as_set_last(run, stage)[1], *(patches for _, _, patches in others)]
+    words += "".join(dict.fromkeys(said for patches in now for said in _beside_acting(patches)))
     words += _not_run_since(run, stage)
     if _NOISY in arrives:
         return _as_arrived(f"{words} {arrives[_NOISY]}", arrives)
