@@ -870,7 +870,7 @@ def _size(changes: Mapping[str, Any], patches: Mapping[str, Any], *, is_new: boo
         return None if changes.get("predicted") else _percent(changes.get("relative_change"))
     shares = {name: _percent(lora.get("relative_change")) for name, lora in acting.items()}
     if len(shares) == 1:
-        is_whole = "delta_norm" not in mapping(changes.get("unavailable"))
+        is_whole = {"delta_norm", "relative_change"}.isdisjoint(mapping(changes.get("unavailable")))
         made = _percent(changes.get("relative_change")) if is_whole else None
         is_alone = is_new and len(mapping(patches.get("loras"))) == 1
         return next(iter(shares.values())) or (made if is_alone else None)

@@ -28,7 +28,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.kinds.boft import butterfly
 from sigmascope.lora.kinds.glora import glora_product
 from sigmascope.lora.kinds.oft import cayley, turned_rows
-from sigmascope.lora.linalg import as_float64
+from sigmascope.lora.linalg import as_float64, is_real
 from sigmascope.probes.applied_patch import AppliedPatch
 
 _PEFT_TYPE_MARK: Final = "peft."
@@ -312,13 +312,14 @@ def own_shape(patch: AppliedPatch) -> Shape:
 def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Shape | None:
     """The shape of a weight after its changes: its own, or what the changes say; None if neither is known.
 
-    ComfyUI enlarges a weight by zeros for a change that says so.
+    ComfyUI enlarges a weight by zeros for a change that says so. Packed codes have another shape than what they stand for.
     """
     own = [own_shape(patch) for patch in patches if patch.offset is None and _shows_shape(patch)]
     shapes = [patch.weight_shape for patch in patches if patch.weight_shape is not None]
     if weight is None and not shapes and not own:
         return None
-    given = tuple(weight.shape) if weight is not None else (shapes or own)[0]
+    is_packed = weight is not None and bool(shapes) and not is_real(weight.dtype)
+    given = (shapes or own)[0] if weight is None or is_packed else tuple(weight.shape)
     larger = [shape for shape in own if len(shape) == len(given) and prod(shape) > prod(given)]
     return tuple(map(max, given, *larger)) if larger else given
 

@@ -491,6 +491,11 @@ def _total_effect(effects: Collection[Effect]) -> Effect:
     if below == 0.0:
         reason = "no changed weight has a known norm" if effects else "no weight changed"
         unavailable["relative_change"] = reason
+    elif len(both) < len(effects):
+        partly = next(effect.unavailable for effect in effects if effect not in both)
+        first = partly.get("relative_change", "unknown")
+        missing = len(effects) - len(both)
+        unavailable["relative_change"] = f"of {missing} of {len(effects)} weights: {first}"
     delta = root_sum_square(deltas) if deltas or not effects else None
     return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
 

@@ -29,6 +29,15 @@ def test_plain_factors_have_the_norm_of_their_product(randn: Randn, make_patch: 
     assert effect.relative_change == pytest.approx(norm(dense(patch)) / norm(weight), rel=1e-12)
 
 
+def test_factors_beside_a_packed_weight_have_their_norm(randn: Randn, make_patch: MakePatch) -> None:
+    """As GGUF's and bitsandbytes' weights: codes of another shape than the matrix."""
+    patch = make_patch("lora", up=randn(12, 3), down=randn(3, 8), weight_shape=(12, 8))
+    effect = effect_of([patch], torch.zeros(12, 9, dtype=torch.uint8))
+    assert effect.delta_norm == pytest.approx(norm(dense(patch)), rel=1e-12)
+    assert effect.weight_norm is None
+    assert "packed codes" in effect.unavailable["relative_change"]
+
+
 def test_several_loras_add_up_before_their_norm(randn: Randn, make_patch: MakePatch) -> None:
     one = make_patch("lora", up=randn(12, 3), down=randn(3, 8), strength=0.7)
     two = make_patch("lora", up=randn(12, 5), down=randn(5, 8), strength=-1.3, scale=0.25, index=1)

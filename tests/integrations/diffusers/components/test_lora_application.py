@@ -135,6 +135,37 @@ def test_a_lora_that_widened_a_layer_acts_no_more_once_that_has_its_shape_back()
     assert standing(run.record()) == ("taken off", says, None)
 
 
+def test_a_lora_on_gguf_layers_has_the_norm_of_its_factors() -> None:
+    gguf = pytest.importorskip("gguf")
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    pipeline = make_pipeline("flux")
+    state = lora_state(pipeline, ["transformer"], size=0.3)
+    model, kind = pipeline.transformer, gguf.GGMLQuantizationType.Q8_0
+    for name, layer in [*model.named_modules()]:
+        if ".ff" in name and isinstance(layer, torch.nn.Linear) and layer.in_features % 32 == 0:
+            packed = GGUFLinear(layer.in_features, layer.out_features, compute_dtype=torch.float32)
+            codes = torch.from_numpy(gguf.quantize(layer.weight.detach().numpy(), kind).copy())
+            packed.weight, packed.bias = GGUFParameter(codes, quant_type=kind), layer.bias
+            model.set_submodule(name, packed)
+    bare = generate(pipeline, "flux", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        pipeline.load_lora_weights(dict(state))
+        moved = not torch.equal(generate(pipeline, "flux", num_inference_steps=1), bare)
+    (stage,) = lora_stages(run.record())
+    changes = stage.facts["lora_application"]["unet_weight_changes"]
+    products = (
+        state[key.replace("lora_A", "lora_B")].double() @ state[key].double()
+        for key in state
+        if "lora_A" in key
+    )
+    norm = sum(float(product.square().sum()) for product in products) ** 0.5
+    assert moved
+    assert changes["delta_norm"] == pytest.approx(norm, rel=1e-3)
+    assert changes["unavailable"]["relative_change"].endswith("packed codes, not the layer's numbers.")
+    assert (acting_lora(run.record()) or "").startswith("The LoRA acts. ")
+
+
 def test_images_with_a_lora_are_the_same_bit_for_bit(tmp_path: Path) -> None:
     bare, watched = make_pipeline("sd15"), make_pipeline("sd15")
     path = write(lora_state(bare, parts_of("sd15")), tmp_path / "style.safetensors")
