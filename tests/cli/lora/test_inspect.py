@@ -282,6 +282,28 @@ def test_the_first_sentence_says_how_much_arrives_and_how_noisy(
     assert not inspect(lora, "--model", fp8_model).out.startswith("Merged")
 
 
+def test_what_does_not_match_comes_before_how_much_arrives(
+    half: Path, fp8_model: Path, inspect: Terminal
+) -> None:
+    first = " ".join(inspect(half, "--model", fp8_model, "--arrives").out.split())
+    answer = first.partition(" LoRA: ")[0]
+    assert answer.startswith(f"2 of 3 modules of the LoRA match {fp8_model.name}: 1 has a name that ")
+    assert ". Merged at strength 1, " in answer
+
+
+def test_a_host_that_loads_none_comes_before_how_much_arrives(tmp_path: Path, inspect: Terminal) -> None:
+    layer = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    save_file({f"unet.{layer}.weight": randn(8, 8, seed=1)}, tmp_path / "unet.safetensors")
+    factors = {f"unet.{layer}.lora_A.weight": randn(2, 8), f"unet.{layer}.lora_B.weight": randn(8, 2)}
+    save_file(factors, tmp_path / "style.safetensors")
+    said = inspect(tmp_path / "style.safetensors", "--model", tmp_path / "unet.safetensors", "--arrives").out
+    first = " ".join(said.split())
+    assert first.startswith(
+        "1 of 1 module of the LoRA matches unet.safetensors, but ComfyUI 0.33 loads none of this file. "
+        "Merged at strength 1, 100 % of the LoRA arrives"
+    )
+
+
 def test_a_strong_lora_arrives_whole(lora: Path, fp8_model: Path, inspect: Terminal) -> None:
     outcome = inspect(lora, "--model", fp8_model, "--arrives")
     assert outcome.code == 0

@@ -565,13 +565,15 @@ def _first_sentences(report: "LoraInspection", on_model: OnModel | None) -> Iter
     if on_model is None or on_model.verdict.error is not None:
         return
     arrives = None if on_model.arrives is None else _arrival_sentence(on_model.arrives)
-    if decisive is None and (arrives is None or on_model.verdict.unmatched):
-        yield _match_sentence(report, on_model)
+    matches, is_taken = _match_sentence(report, on_model)
+    if decisive is None and (arrives is None or not is_taken):
+        yield matches
     if arrives is not None:
         yield arrives
 
 
-def _match_sentence(report: "LoraInspection", on_model: OnModel) -> Text:
+def _match_sentence(report: "LoraInspection", on_model: OnModel) -> tuple[Text, bool]:
+    """How many modules match, or which hosts load none of them; and whether all do, and none refuses."""
     from sigmascope.checkpoints.hub import model_name
     from sigmascope.lora.file_verdict import match_sentence
     from sigmascope.lora.host_findings import loading_nothing
@@ -585,7 +587,7 @@ def _match_sentence(report: "LoraInspection", on_model: OnModel) -> Text:
     if refusing:
         said = f"{said.removesuffix('.')}, but {_load_none(refusing)}."
     style = "bold red" if verdict.unmatched else "yellow" if refusing else "green"
-    return plain(said, style=style)
+    return plain(said, style=style), not (verdict.unmatched or refusing)
 
 
 def _load_none(hosts: Sequence[str]) -> str:
