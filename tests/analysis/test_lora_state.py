@@ -112,6 +112,22 @@ def test_of_loras_that_do_nothing_in_the_end_the_calls_are_counted_in_which_one_
     assert headline(run_of(*calls, applied(False, ZEROS))) == f"{ZEROS['message']}{says}"
 
 
+def test_calls_after_a_lora_was_lost_in_merging_are_not_counted_as_those_in_which_it_acted() -> None:
+    lost = {
+        "id": "lora_arrives_weak",
+        "severity": "warning",
+        "message": "Only 0 % of the LoRA arrives.",
+        "evidence": {"share": 0.002},
+    }
+    merged = applied(False, lost)
+    analysis = merged.facts["lora_application"]
+    analysis["unet_lora_patches"] = {"total_patched_keys": 8, "loras": {"style": {"states": {"merged": 8}}}}
+    run = run_of(merged, looked_at(unet__style=STYLE))
+    assert headline(run) == lost["message"]
+    before = run_of(looked_at(unet__style=STYLE), merged, looked_at(unet__style=STYLE))
+    assert headline(before) == f"{lost['message']} In 1 of the 2 calls a LoRA acted."
+
+
 @pytest.mark.parametrize(
     ("stages", "says"),
     [

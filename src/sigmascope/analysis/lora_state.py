@@ -175,7 +175,7 @@ def idle_lora(run: Run) -> str | None:
     if idle:
         return str(idle["message"])
     if (lost := _lost_in_merging(run)) is not None:
-        return lost
+        return lost[1]
     if (elsewhere := next((seen.message for seen in lora_elsewhere(run)), None)) is not None:
         return elsewhere
     cut = _taken_off_after(run)
@@ -185,12 +185,16 @@ def idle_lora(run: Run) -> str | None:
 
 def acted_before(run: Run) -> str:
     """In how many of the calls of a run that ended with idle LoRAs one acted, as a sentence; "" if in none."""
-    calls = [stage for stage in run.walk() if RECIPE in stage.facts] if run.folded is None else []
+    stages = [*run.walk()] if run.folded is None else []
+    calls = [stage for stage in stages if RECIPE in stage.facts]
+    lost = _lost_in_merging(run)
+    ends = [place for place, stage in enumerate(stages) if lost is not None and stage is lost[0]]
     acted = sum(
         IDLE_LORAS in call.facts
         and not idle_in_call(call)
         and any(lora.get("active") for lora in loras_in_call(call).values())
-        for call in calls
+        for call in stages[: ends[0] if ends else None]
+        if RECIPE in call.facts
     )
     every = "the call" if len(calls) == 1 else f"all {len(calls)} calls"
     where = every if acted == len(calls) else f"{acted} of the {len(calls)} calls"
@@ -200,8 +204,8 @@ def acted_before(run: Run) -> str:
 _NEXT_TO_NOTHING: Final = 0.01
 
 
-def _lost_in_merging(run: Run) -> str | None:
-    """That next to nothing arrived of LoRAs that are in the weights alone, if that is so."""
+def _lost_in_merging(run: Run) -> tuple[Stage, str] | None:
+    """That next to nothing arrived of LoRAs that are in the weights alone, if that is so, and the stage that merged them."""
     for stage in reversed([*run.walk()]):
         analysis = mapping(stage.facts.get(FACT))
         sides = sides_of(analysis)
@@ -217,7 +221,7 @@ def _lost_in_merging(run: Run) -> str | None:
             share = mapping(told.get("evidence")).get("share")
             is_lost = told.get("id") == _WEAK and isinstance(share, float) and abs(share) < _NEXT_TO_NOTHING
             if is_lost and states <= {"merged", *IDLE}:
-                return str(told["message"])
+                return stage, str(told["message"])
         return None
     return None
 
