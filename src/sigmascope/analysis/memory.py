@@ -337,7 +337,9 @@ def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
 
 
 def _work_of(stage: Stage) -> tuple[str, ...]:
-    """The stage's name; of loading, with what was loaded: each model of a pipeline adds to what is in use."""
+    """The stage's name; of loading, with what was loaded: each model of a pipeline adds to what is in use; of LoRAs, with the method."""
+    if "method" in stage.facts:
+        return (stage.name, str(stage.facts["method"]))
     if stage.name != "model_loading":
         return (stage.name,)
     loaded = (facts.class_name for facts in stage.modules.values())

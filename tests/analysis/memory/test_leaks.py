@@ -123,6 +123,17 @@ def test_the_models_of_a_pipeline_are_no_leak_and_one_that_is_loaded_again_and_a
     assert {finding.stage for finding in again} == {"model_loading"}
 
 
+def test_other_methods_of_loras_are_other_work() -> None:
+    def changed(i: int, method: str) -> Stage:
+        one = stage(i * 5 * MIB, (i + 1) * 5 * MIB, name="lora_application")
+        return replace(one, facts={"method": method})
+
+    methods = ("load_lora_weights", "set_adapters", "fuse_lora", "unfuse_lora", "unload_lora_weights")
+    assert find_leaks(run([changed(i, method) for i, method in enumerate(methods)])) == ()
+    again = find_leaks(run([changed(i, "load_lora_weights") for i in range(6)]))
+    assert {finding.stage for finding in again} == {"lora_application"}
+
+
 def test_a_device_counter_is_exact() -> None:
     findings = find_leaks(run([stage(i * 512, (i + 1) * 512) for i in range(20)]))
     assert [finding.evidence["where"] for finding in findings] == ["cuda:0"]
