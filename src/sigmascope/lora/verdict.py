@@ -460,7 +460,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_not_applied": VerdictRow(
         "error",
-        "No weight of the models changed, and no change was registered.",
+        "No weight of the models changed by more than rounding, and no change was registered.",
         "The host may report this only in its log. Compare the file with the model: "
         "sigmascope lora inspect FILE --model MODEL.",
     ),

@@ -303,6 +303,7 @@ def analyze_lora_application_results(
                 on_model.value,
                 host_of(modified_unet, modified_clip),
                 by_pipeline=hasattr(type(lora_result), "load_lora_weights") or error is not None,
+                was_on=any(model.weights["drift"]["keys"] for model in (unet, clip)),
             )
         ],
         effective,

@@ -156,7 +156,12 @@ def _named(finding: Finding, models: _Models, before: Sequence[AppliedPatch]) ->
 
 
 def file_findings(
-    verdict: LoraVerdict | None, applied: AppliedVerdict | None, host: str, *, by_pipeline: bool = False
+    verdict: LoraVerdict | None,
+    applied: AppliedVerdict | None,
+    host: str,
+    *,
+    by_pipeline: bool = False,
+    was_on: bool = False,
 ) -> Iterator[Finding]:
     """The findings of both verdicts on a file that matter on this host's models.
 
@@ -165,6 +170,7 @@ def file_findings(
         applied: On what is on the models.
         host: `diffusers` or `comfyui`.
         by_pipeline: Whether it is known that a pipeline loaded it, and not a model by itself.
+        was_on: Whether weights show that a LoRA may have been on the models and is gone: then no loader need have left it out.
     """
     complete = applied is not None and bool(applied.there) and not applied.missing
     on_model = () if applied is None else applied.findings
@@ -180,7 +186,9 @@ def file_findings(
         if not is_of_other_loader and not is_said and not is_solved:
             of_file.append(finding)
     cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)
-    if applied is not None and any(is_without_values(module.detail) for module in applied.missing):
+    if was_on or (
+        applied is not None and any(is_without_values(module.detail) for module in applied.missing)
+    ):
         cause = None  # the loader knew the modules
     for finding in of_file:
         is_remark = finding.severity == "info" and finding.id in _ABOUT_NAMES

@@ -1,11 +1,13 @@
 """PEFT's adapters in a real pipeline of diffusers."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.families import generate, make_pipeline
+from tests.families.loras import lora_state, write
 from torch import Tensor, nn
 
 from sigmascope.stages.lora_application import (
@@ -125,7 +127,25 @@ def test_drift_of_unfusing_is_told_and_called_no_change(story: Story) -> None:
     assert 0.0 < drift["largest_relative_change"] < 1e-6
     assert found["unet_weight_changes"]["keys_value_changed"] == {}
     assert found["effective"] is False
-    assert "lora_drift" in {finding["id"] for finding in found["findings"]}
+    told = {finding["id"]: finding["message"] for finding in found["findings"]}
+    assert "lora_drift" in told
+    assert "No weight of the models changed," not in " ".join(told.values())
+
+
+def test_no_loader_is_blamed_for_a_file_that_was_fused_and_unfused(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sd15")
+    state = lora_state(pipeline, ("unet",), rank=4, only="attn1.to_q")
+    file = write(state, tmp_path / "style.safetensors")
+    baseline = capture_lora_baseline(pipeline.unet, pipeline.text_encoder, file)
+    pipeline.load_lora_weights(file)
+    pipeline.fuse_lora()
+    pipeline.unfuse_lora()
+    pipeline.unload_lora_weights()
+    models = (pipeline.unet, pipeline.text_encoder)
+    found = analyze_lora_application_results(baseline, *models, models)
+    told = {finding["id"]: finding["message"] for finding in found["findings"]}
+    assert "lora_drift" in told
+    assert "load_lora_adapter" not in " ".join(told.values())
 
 
 def test_a_fused_lora_whose_adapter_is_gone_is_unexplained(story: Story) -> None:
