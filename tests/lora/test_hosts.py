@@ -17,7 +17,9 @@ from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.lora_pipeline import MiniMaxH3LoraLoaderMixin
 from peft import LoKrConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tests.families import make_pipeline
 from tests.families.denoisers import sd15_unet
+from tests.families.loras import lora_state, write
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -666,3 +668,35 @@ def test_the_advice_for_each_host_works_for_what_is_no_plain_factors(kind: str, 
         )
         assert outcome.exit_code == 0, outcome.output
         assert of_host(made, host, "0.33" if host == "comfyui" else "").taken == 1
+
+
+def test_of_a_file_for_text_encoders_alone_the_model_tells_what_hosts_take(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sd15")
+    file = write(lora_state(pipeline, ("text_encoder",), rank=2), tmp_path / "words.safetensors")
+    pipeline.save_pretrained(tmp_path / "sd15")
+    pipeline.load_lora_weights(file)
+    names = [name for name, layer in pipeline.text_encoder.named_modules() if hasattr(layer, "lora_A")]
+    assert len(names) == 12
+    diffusers = inspect_lora(file, family="sd15").hosts[0]
+    assert diffusers.encoders is not None
+    assert (diffusers.encoders.taken, diffusers.encoders.strengths) == (12, {1.0: 12})
+    assert (diffusers.modules, diffusers.taken, diffusers.unavailable) == (0, 0, {})
+    said = CliRunner().invoke(app, ["lora", "inspect", str(file), "--model", str(tmp_path / "sd15")]).output
+    (row,) = [line for line in said.splitlines() if line.startswith(" diffusers 0.42")]
+    assert row.split() == "diffusers 0.42 - - 12 of 12 1".split()
+    assert "an unknown number" not in said
+    (encoders,) = {reading.encoders.taken for reading in host_readings(file) if reading.encoders}
+    assert encoders is None  # without a model nothing tells it
+
+
+def test_a_model_that_a_file_does_not_match_tells_nothing_of_it(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sd15")
+    state = lora_state(pipeline, ("text_encoder",), rank=2)
+    odd = {key.replace("self_attn", "other_attn"): factor for key, factor in state.items()}
+    file = write(odd, tmp_path / "words.safetensors")
+    pipeline.save_pretrained(tmp_path / "sd15")
+    outcome = CliRunner().invoke(
+        app, ["lora", "inspect", str(file), "--model", str(tmp_path / "sd15"), "--json"]
+    )
+    encoders = [host["encoders"] for host in json.loads(outcome.stdout)["hosts"]]
+    assert [one["taken"] for one in encoders if one] in ([], [None] * 3)

@@ -43,15 +43,16 @@ _WHOLE_RANK: Final = 9999
 
 
 def readings_and_findings(
-    lora: LoraFile, checkpoint: Checkpoint
+    lora: LoraFile, checkpoint: Checkpoint, family: str | None = None
 ) -> tuple[tuple[HostReading, ...], tuple[Finding, ...]]:
     """`host_readings` of an open file, `lora_hosts_differ` if the newest hosts do not apply it alike, and alphas that none reads.
 
     Args:
         lora: As `any_kind_in` gives it.
         checkpoint: The file.
+        family: Of the model that it is for; not heeded where the file tells it.
     """
-    files = before_hosts(lora, checkpoint)
+    files = before_hosts(lora, checkpoint, family)
     readings = tuple(reading_of(file) for file in files)
     differ = _host_findings(readings, files, checkpoint.path)
     return readings, (*differ, *_unread_alpha(lora, checkpoint), *_unread_lokr_alpha(checkpoint))
@@ -185,10 +186,8 @@ def loading_nothing(readings: Sequence[HostReading]) -> list[str]:
     return [
         reading.host
         for reading in _newest(readings)
-        if not any(
-            part.taken != 0 for part in (reading, reading.encoders) if part is not None and part.modules
-        )
-        and reading.modules
+        if any(part.modules for part in reading.parts)
+        and not any(part.taken != 0 for part in reading.parts if part.modules)
     ]
 
 
@@ -204,13 +203,14 @@ def _differ(first: HostReading, second: HostReading) -> bool:
 
 
 def _in_words(reading: HostReading) -> str:
-    counts = [counted(part.modules, "module") for part in reading.parts]
+    parts = [part for part in reading.parts if part.modules]
+    counts = [counted(part.modules, "module") for part in parts]
     if reading.encoders is not None:
         counts[-1] += " of text encoders"
     said = [
         f"{'an unknown number' if part.taken is None else part.taken} of {count}"
         + (f" with strength {strengths_in_words(part)}" if part.taken and part.strengths else "")
-        for part, count in zip(reading.parts, counts, strict=True)
+        for part, count in zip(parts, counts, strict=True)
     ]
     refused = next(
         (part.unavailable["refused"] for part in reading.parts if "refused" in part.unavailable), None

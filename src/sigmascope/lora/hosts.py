@@ -186,8 +186,13 @@ def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
         return tuple(reading_of(file) for file in before_hosts(lora, checkpoint))
 
 
-def before_hosts(lora: LoraFile, checkpoint: Checkpoint) -> "tuple[SeenFile, ...]":
+def before_hosts(
+    lora: LoraFile, checkpoint: Checkpoint, of_model: str | None = None
+) -> "tuple[SeenFile, ...]":
+    """The file before each of `HOSTS`, as one for the family that it tells, or else for that of its model."""
     told = file_family(lora)
+    if told.family is None and of_model is not None:
+        told = replace(told, family=of_model, evidence="the model")
     if any(is_of_controlnet(lora.stored_names.get(name, name)) for name in lora.names):
         return tuple(
             SeenFile(host, family_named(None), told, (), (), len(lora.names), None) for host in HOSTS
@@ -267,6 +272,8 @@ def _judged(
 ) -> HostReading:
     title, count = file.host.title, len(modules)
     try:
+        if not modules and file.encoders:
+            return HostReading(title, 0, 0, {})
         if not modules:
             raise _Unknown("the file changes no denoiser")
         if not file.is_plain:

@@ -176,7 +176,11 @@ class LoraInspection:
 
 
 def inspect_lora(
-    path: str | PathLike[str], *, full_spectrum: bool = False, progress: Progress = no_progress
+    path: str | PathLike[str],
+    *,
+    full_spectrum: bool = False,
+    family: str | None = None,
+    progress: Progress = no_progress,
 ) -> LoraInspection:
     """Measure every module of a LoRA file, without its model and without forming plain changes.
 
@@ -184,6 +188,8 @@ def inspect_lora(
         path: A LoRA in any known format. Of OFT, BOFT and GLoRA, whose change depends on the model's weights, names,
             shapes and ranks are told.
         full_spectrum: Also the singular values of modules of a rank above 512, a second or more each.
+        family: Of the model that it is for, such as "sd15": what hosts take depends on it, and a file for text encoders alone
+            does not tell it. Not heeded where the file does.
         progress: Told after each module.
 
     Raises:
@@ -206,7 +212,7 @@ def inspect_lora(
                 strengths[module.name] = module
                 progress(len(strengths), len(lora.names), module.name)
         modules = tuple(strengths[name] for name in lora.names)
-        hosts, hosts_differ = readings_and_findings(lora, checkpoint)
+        hosts, hosts_differ = readings_and_findings(lora, checkpoint, family)
         return LoraInspection(
             path=Path(path),
             format=lora.format,

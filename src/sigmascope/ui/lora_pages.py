@@ -443,7 +443,7 @@ def _cards(report: LoraInspection, family: FileFamily) -> list[dict[str, str]]:
 
 def _host_view(host: Any) -> dict[str, Any]:
     def taken(part: Any) -> tuple[str, str, float]:
-        if part is None:
+        if part is None or not (part.modules or part.unavailable):
             return "", "", 0.0
         share = 100 * part.taken / part.modules if part.taken is not None and part.modules else 0.0
         return (

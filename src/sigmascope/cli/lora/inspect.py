@@ -186,8 +186,6 @@ def inspect(
     if picture is not None:
         inputs = (lora, model) if model is not None else (lora,)
         check_picture(picture, dict.fromkeys(inputs, "is an input"))
-    with progress_bar("Inspecting") as progress:
-        report = in_thread(lambda: inspect_lora(lora, full_spectrum=full_spectrum, progress=progress))
     on_model = (
         None
         if model is None
@@ -200,6 +198,12 @@ def inspect(
             strength=strength,
         )
     )
+    verdict = None if on_model is None else on_model.verdict
+    family = None if verdict is None or verdict.unmatched else verdict.model_family
+    with progress_bar("Inspecting") as progress:
+        report = in_thread(
+            lambda: inspect_lora(lora, full_spectrum=full_spectrum, family=family, progress=progress)
+        )
     if picture is not None:
         save_inspection_picture(picture, report, on_model)
     if as_json:
@@ -400,6 +404,7 @@ def _hosts(report: "LoraInspection") -> Table:
         for part in (host, host.encoders):
             if part is not None:
                 taken = "unknown" if part.taken is None else f"{part.taken} of {part.modules}"
+                taken = taken if part.modules or part.unavailable else "-"
                 cells += [taken, strengths_in_words(part)]
                 reasons += part.unavailable.values()
         made.add_row(plain(host.host), *cells, plain("; ".join(dict.fromkeys(reasons))))
