@@ -683,7 +683,7 @@ def test_of_a_file_for_text_encoders_alone_the_model_tells_what_hosts_take(tmp_p
     assert (diffusers.modules, diffusers.taken, diffusers.unavailable) == (0, 0, {})
     said = CliRunner().invoke(app, ["lora", "inspect", str(file), "--model", str(tmp_path / "sd15")]).output
     (row,) = [line for line in said.splitlines() if line.startswith(" diffusers 0.42")]
-    assert row.split() == "diffusers 0.42 - - 12 of 12 1".split()
+    assert row.split() == ["diffusers", "0.42", "-", "-", "12", "of", "12", "1"]
     assert "an unknown number" not in said
     (encoders,) = {reading.encoders.taken for reading in host_readings(file) if reading.encoders}
     assert encoders is None  # without a model nothing tells it

@@ -683,7 +683,8 @@ def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
     if not shapes:
         raise ModelMismatchError(
             f"no weights were found in the {type(model).__name__}.",
-            hint="Pass an nn.Module, shapes by name, or the parts of a pipeline by name.",
+            hint="Pass an nn.Module, open_checkpoint(PATH) of a file or folder, shapes by name, or the parts of a "
+            "pipeline by name.",
         )
     return shapes
 
