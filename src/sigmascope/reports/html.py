@@ -67,6 +67,7 @@ from sigmascope.units import (
     percent,
     percent_change,
     printable,
+    rough_percent,
     seconds,
     seconds_change,
     statistic,
@@ -662,6 +663,7 @@ def _lora_view(analysis: Mapping[str, Any], method: object) -> dict[str, Any]:
             if is_duration(one.get("noise")) and isinstance(one.get("share"), int | float)
         ],
         **_outcome_of_change(analysis, str(method or "It"), is_load=bool(file.get("filename"))),
+        "several": list(_several_on(analysis)),
         "method": method,
         "file": file.get("filename"),
         "rank": file.get("rank"),
@@ -682,6 +684,21 @@ def _lora_view(analysis: Mapping[str, Any], method: object) -> dict[str, Any]:
             for name, change in blocks
         ],
     }
+
+
+def _several_on(analysis: Mapping[str, Any]) -> Iterator[str]:
+    """Each LoRA's strength on each side where several are on the models: what a method changed is then not one file's own."""
+    for side, name in (("unet", "denoiser"), ("clip", "text encoders")):
+        loras = _mapping(_mapping(analysis.get(f"{side}_lora_patches")).get("loras"))
+        told = [
+            f"{lora} is off or of strength 0"
+            if set(_mapping(facts.get("states"))) == {"inactive"}
+            else f"‖ΔW‖ / ‖W‖ of {lora} is {rough_percent(float(facts['relative_change']))}"
+            for lora, facts in ((str(key), _mapping(value)) for key, value in loras.items())
+            if is_duration(facts.get("relative_change"))
+        ]
+        if len(loras) > 1 and told:
+            yield f"Then in the {name}: {', '.join(told)}."
 
 
 def _outcome_of_change(analysis: Mapping[str, Any], what: str, *, is_load: bool) -> dict[str, str]:

@@ -297,6 +297,26 @@ def test_weights_do_not_confirm_a_lora_of_which_little_arrives(id: str, is_confi
     assert ("1 of the strongest weights is used as the LoRA says." in page) is is_confirmed
 
 
+def test_where_several_loras_are_on_a_section_tells_what_each_does_then() -> None:
+    def on(**loras: dict[str, Any]) -> str:
+        patches = {"loras": loras}
+        blocks = [{"name": "mid_block", "relative_change": 0.034}]
+        analysis = {
+            "effective": True,
+            "unet_lora_patches": patches,
+            "unet_weight_changes": {"by_block": blocks},
+        }
+        facts = {"lora_application": analysis, "method": "load_lora_weights"}
+        return to_html(replace(RUN, stages=(Stage("lora_application", 0.0, 1.0, facts=facts),)))
+
+    style = {"states": {"inactive": 80}, "relative_change": 0.0}
+    character = {"states": {"lazy": 80}, "relative_change": 0.00522}
+    page = on(style=style, character=character)
+    assert "Then in the denoiser: style is off or of strength 0, ‖ΔW‖ / ‖W‖ of character is 0.52 %." in page
+    assert "What load_lora_weights changed in each block (after minus before)" in page
+    assert "Then in the" not in on(character=character)
+
+
 def test_a_long_start_is_a_folded_bar_of_the_timeline() -> None:
     """Imports take 20 of 24 s: they have an eighth of the width, and the rest of the axis is the stages'."""
     stage = Stage("denoising", 20.0, 4.0)
