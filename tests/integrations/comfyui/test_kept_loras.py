@@ -619,6 +619,18 @@ def loader(first: str, second: str, model: str = "m", slot: int = 0) -> dict[str
     }
 
 
+def test_a_signature_is_the_same_from_whichever_node_it_is_asked_for() -> None:
+    """Where a node takes what another one before it takes too."""
+    names = [str(number) for number in range(8)]
+    nodes_of_graph = {
+        name: {"class_type": "A", "inputs": {before: [before, 0] for before in names[:at]}}
+        for at, name in enumerate(names)
+    }
+    known: dict[str, str] = {}
+    signature_of(nodes_of_graph, "7", known)
+    assert known == {name: signature_of(nodes_of_graph, name, {}) for name in names}
+
+
 def test_a_signature_is_the_same_whatever_the_ids() -> None:
     known = signature_of(loader("1", "2"), "2", {})
     other_ids = loader("77", "x") | {"5": {"class_type": "Empty", "inputs": {}}}

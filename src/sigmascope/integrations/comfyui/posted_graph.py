@@ -54,14 +54,17 @@ def signature_of(graph: Mapping[str, Any], node_id: str, known: dict[str, str]) 
         node_id: A node of it.
         known: The signatures so far, by node; filled.
     """
-    todo = [node_id]
+    todo, begun = [node_id], set[str]()
     while todo:
         at = todo[-1]
-        before = {source for _, (source, _) in links_of(graph[at]) if source in graph} - known.keys()
-        if fresh := before.difference(todo):  # one that is on the way already lies in a circle
-            todo += fresh
+        before = {source for _, (source, _) in links_of(graph[at]) if source in graph} - known.keys() - begun
+        if at not in known and before:
+            begun.add(at)  # one that is taken by what it takes lies in a circle
+            todo += before
             continue
         todo.pop()
+        if at in known:
+            continue
         values = dict(graph[at].get("inputs") or {})
         values |= {name: [known.get(source), slot] for name, (source, slot) in links_of(graph[at])}
         text = json.dumps([graph[at].get("class_type"), values], sort_keys=True, default=repr)
