@@ -131,6 +131,28 @@ def clip_skip(last: int, *, is_hook: bool = False) -> Graph:
     return nodes
 
 
+def multiplied(lora: str = "good", kind: str = "Self", **factors: float) -> Graph:
+    """The LoRA is on queries of self attention, "a2k" on keys of cross attention."""
+    nodes = base(lora)
+    given = {"q": 1.0, "k": 1.0, "v": 1.0, "out": 1.0, **factors}
+    nodes["9"] = made(f"UNet{kind}AttentionMultiply", model=["2", 0], **given)
+    nodes["6"]["inputs"]["model"] = ["9", 0]
+    return nodes
+
+
+def before(kind: str, **given: Any) -> Graph:
+    """A sampler with the LoRA, a node that takes its latent "11", and the sampler "6" after it without a LoRA."""
+    nodes = base()
+    nodes["11"] = {"class_type": "KSampler", "inputs": dict(nodes["6"]["inputs"])}
+    nodes["14"] = made(kind, **given)
+    nodes["6"]["inputs"] |= {"model": ["1", 0], "positive": ["12", 0], "latent_image": ["14", 0]}
+    return nodes
+
+
+def blended(share: float) -> Graph:
+    return before("LatentBlend", samples1=["11", 0], samples2=["5", 0], blend_factor=share)
+
+
 SUBTRACT, NEGATIVE = {"multiplier": 1.0}, {"9": lora_loader("1", "good", -0.8)}
 
 
@@ -173,6 +195,14 @@ SUBTRACT, NEGATIVE = {"multiplier": 1.0}, {"9": lora_loader("1", "good", -0.8)}
             merge(("ModelMergeSubtract", "2", "1", SUBTRACT), ("ModelMergeAdd", "1", "10", {})), {"2": True},
             id="base + (lora - base)",
         ),
+        pytest.param(multiplied(k=0.0), {"2": None}, id="queries beside keys of 0"),
+        pytest.param(multiplied(out=0.0), {"2": None}, id="queries of an attention whose output is 0"),
+        pytest.param(multiplied(k=0.5), {"2": True}, id="beside half the keys"),
+        pytest.param(multiplied(kind="Cross", q=0.0), {"2": True}, id="of another attention"),
+        pytest.param(before("LatentMultiply", samples=["11", 0], multiplier=0.0), {"2": None}, id="its latent times 0"),
+        pytest.param(before("LatentMultiply", samples=["11", 0], multiplier=0.5), {"2": True}, id="its latent times 0.5"),
+        pytest.param(blended(0.0), {"2": None}, id="nothing of its latent in a blend"),
+        pytest.param(blended(0.5), {"2": True}, id="half of its latent in a blend"),
         pytest.param(
             merge(("ModelMergeSimple", "2", "9", {"ratio": 0.5}), more=NEGATIVE), {"2": False, "9": False},
             id="merged with its negative",

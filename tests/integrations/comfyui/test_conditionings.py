@@ -72,6 +72,7 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
     )
     patchers.ModelPatcher = type("ModelPatcher", (ModelPatcher,), dict(vars(Merging)))
     marks = iter(range(1000))
+    kept: list[Any] = []
 
     def put_on(key: str) -> Any:
         def run(of: Any, lora_name: str, strength_model: float) -> Any:
@@ -151,6 +152,17 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         model.hook_backup, model.hook_patches = {}, {}
         return (latent(),)
 
+    def encode_hooked(clip: Any, hooks: Any, text: str) -> Any:
+        """As ComfyUI encodes with the hooks that are set on a text encoder."""
+        hooked = clip.clone()
+        hooked.is_clip = True
+        kept.append(hooked)
+        hooked.hook_patches = {hook.hook_ref: {CLIP_Q: [hook.entry]} for hook in hooks.hooks}
+        hooked.register_all_hook_patches(hooks, {})
+        combined = {CLIP_Q: [(hook.strength * hook.entry[0], hook.entry[1]) for hook in hooks.hooks]}
+        hooked.patch_hook_weight_to_device(hooks, combined, CLIP_Q)
+        return encode(hooked, text)
+
     def make_hook(lora_name: str, strength_model: float) -> Any:
         hook: Any = Hook()
         hook.entry = (strength_model, lora_adapter(), 1.0, None, None)
@@ -162,6 +174,7 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         "Lora": Node(("MODEL",), lambda model, **more: put_on(Q)(model, **more)),
         "TextLora": Node(("CLIP",), lambda clip, **more: put_on(CLIP_Q)(clip, **more)),
         "Encode": Node(("CONDITIONING",), encode),
+        "EncodeHooked": Node(("CONDITIONING",), encode_hooked),
         "EncodeZeros": Node(("CONDITIONING",), lambda clip, text: zeroed(encode(clip, text)[0])),
         "EncodeAndZero": Node(("CONDITIONING",), encode_and_zero),
         "Set": Node(("CONDITIONING",), with_values),
@@ -176,6 +189,9 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
             lambda conditioning_to, conditioning_from: (
                 [[torch.cat([conditioning_to[0][0], conditioning_from[0][0]], 1), {}]],
             ),
+        ),
+        "Mix": Node(
+            ("LATENT",), lambda a, b, share: ({"samples": share * a["samples"] + (1 - share) * b["samples"]},)
         ),
         "Hooks": Node(("HOOKS",), lambda a, b: (HookGroup(*a.hooks, *b.hooks),)),
         "Hook": Node(("HOOKS",), make_hook),
@@ -482,6 +498,81 @@ def test_a_hook_that_takes_another_out_of_one_conditioning_acts(
         nodes_of_graph[name]["inputs"]["hooks"] = ["12", 0]
     run = watch().run(nodes_of_graph)
     assert [verdict_of(run, name)["effective"] for name in ("7", "8")] == [acts, acts]
+
+
+def text_hook_graph() -> Graph:
+    """A hook on the text encoder that "4" is encoded with; the sampler "9" takes that text."""
+    nodes_of_graph = text_graph({}, "4")
+    nodes_of_graph["2"] = node("Hook", lora_name="text.safetensors", strength_model=1.0)
+    nodes_of_graph["4"] = node("EncodeHooked", clip=["6", 0], hooks=["2", 0], text="a")
+    return nodes_of_graph
+
+
+@pytest.mark.parametrize("kind", ["model", "text", "hook"])
+@pytest.mark.parametrize(("share", "acts"), [(1.0, True), (0.5, True), (0.0, None)])
+def test_it_is_open_whether_a_lora_acts_of_whose_latent_a_node_leaves_nothing(
+    watch: Watch, sampling: Host, kind: str, share: float, acts: bool | None
+) -> None:
+    """As in a blend with factor 0. Now, once all is kept, and once all but the last sampler is."""
+    graphs = {
+        "model": hook_graph(0.0, plain=0.8),
+        "text": text_graph({}, "4"),
+        "hook": hook_graph(1.0, negative=False),
+    }
+    nodes_of_graph, name = graphs[kind], "7" if kind == "hook" else "2"
+    more = {
+        "20": node("Mix", a=["9", 0], b=["3", 0], share=share),
+        "21": sampler("5", "5"),
+    }
+    watched = watch()
+    for prompt_id, seed in ("a", 1), ("b", 1), ("c", 2):
+        more["21"]["inputs"] |= {"latent_image": ["20", 0], "seed": seed}
+        verdict = verdict_of(watched.run({**nodes_of_graph, **more}, prompt_id), name)
+        assert verdict["effective"] is acts
+        assert ("nothing may be left of what was sampled" in verdict["says"]) is (acts is None)
+    assert watched.off() == {}
+
+
+@pytest.mark.parametrize("kind", ["model", "text"])
+def test_a_hook_whose_node_was_kept_did_in_this_prompt_what_its_samplers_do_in_it(
+    watch: Watch, sampling: Host, kind: str
+) -> None:
+    """What a sampler did with it earlier is no more, where that makes no step now; and is there again, where it is kept."""
+    sampling.nodes["Idle"] = Node(("LATENT",), lambda **_: (latent(),))
+    nodes_of_graph = hook_graph(1.0, negative=False) if kind == "model" else text_hook_graph()
+    name = "7" if kind == "model" else "2"
+    idle = {**nodes_of_graph, "9": {**nodes_of_graph["9"], "class_type": "Idle"}}
+    idle["9"]["inputs"] = {**idle["9"]["inputs"], "steps": 0}
+    watched = watch()
+    for prompt_id, one, acts in (
+        ("a", idle, False), ("b", nodes_of_graph, True), ("c", nodes_of_graph, True), ("d", idle, False),
+        ("e", nodes_of_graph, True),
+    ):  # fmt: skip
+        assert verdict_of(watched.run(one, prompt_id), name)["effective"] is acts, prompt_id
+
+
+@pytest.mark.parametrize("kind", ["model", "text"])
+def test_of_a_hook_that_the_second_of_two_samplers_takes_and_fails_nobody_knows_what_it_does(
+    watch: Watch, sampling: Host, kind: str
+) -> None:
+    sample = sampling.nodes["Sampler"].run
+
+    def in_steps(**given: Any) -> Any:
+        sampling.step_through(2)
+        return sample(**given)
+
+    def fail(**given: Any) -> Any:
+        sample(**given)
+        raise ValueError("planted")
+
+    sampling.nodes |= {"Sampler": Node(("LATENT",), in_steps), "Failing": Node(("LATENT",), fail)}
+    nodes_of_graph = hook_graph(1.0, negative=False) if kind == "model" else text_hook_graph()
+    nodes_of_graph["20"] = {**nodes_of_graph["9"], "class_type": "Failing"}
+    nodes_of_graph["9"] = sampler("5", "5")
+    nodes_of_graph["20"]["inputs"]["latent_image"] = ["9", 0]
+    verdict = verdict_of(watch().run(nodes_of_graph), "7" if kind == "model" else "2")
+    assert verdict["effective"] is None
+    assert "the prompt ended before a step was made with it" in verdict["says"]
 
 
 LORA, SAME = lora_adapter(), lora_adapter()

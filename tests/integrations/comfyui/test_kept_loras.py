@@ -22,6 +22,7 @@ from sigmascope.analysis.lora_state import acting_lora
 from sigmascope.history.row import row_of
 from sigmascope.integrations.comfyui.browser import view_of
 from sigmascope.integrations.comfyui.lora import _calls
+from sigmascope.integrations.comfyui.models_in_use import doubt_of
 from sigmascope.integrations.comfyui.one_line import line_of
 from sigmascope.integrations.comfyui.posted_graph import link_of, signature_of
 from sigmascope.records.run import Run
@@ -218,6 +219,45 @@ def test_a_sampler_that_makes_no_step_uses_no_lora_though_it_puts_the_model_on_a
     nodes_of_graph["9"]["inputs"]["steps"] = 0
     (verdict,) = nodes(watch().run(nodes_of_graph))["2"].facts["lora_verdicts"]
     assert verdict["effective"] is False
+
+
+ATTENTION = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_"
+AWAY = (0.0, (None,), 0.0, None, None)
+"""A patch that multiplies a weight with 0, as UNetSelfAttentionMultiply makes it."""
+
+
+def times(factor: float) -> Any:
+    return lambda q, k, v, _options: (q, k * factor, v)
+
+
+@pytest.mark.parametrize(
+    ("part", "beside", "function", "is_open"),
+    [
+        pytest.param("q", {"k": [AWAY]}, None, True, id="q beside k of 0"),
+        pytest.param("k", {"q": [AWAY]}, None, True, id="k beside q of 0"),
+        pytest.param("q", {"v": [AWAY]}, None, True, id="q beside v of 0"),
+        pytest.param("v", {"out.0": [AWAY]}, None, True, id="v before an output of 0"),
+        pytest.param("out.0", {"v": [AWAY]}, None, True, id="output of v of 0"),
+        pytest.param("v", {"k": [AWAY]}, None, False, id="v beside k of 0, which takes the mean of all"),
+        pytest.param("q", {"q": [AWAY]}, None, False, id="q of 0 itself"),
+        pytest.param("q", {"k": [(0.0, (None,), 0.5, None, None)]}, None, False, id="half of k"),
+        pytest.param("q", {"k": [AWAY, (0.8, "change", 1.0, None, None)]}, None, False, id="k of 0, to which another adds"),
+        pytest.param("q", {"k": [(0.8, "change", 1.0, None, None), AWAY]}, None, True, id="k with a LoRA, and then of 0"),
+        pytest.param("q", {}, times(0.0), True, id="a function with 0"),
+        pytest.param("q", {}, times(2.0), False, id="a function with 2"),
+    ],
+)  # fmt: skip
+def test_it_is_open_whether_a_change_acts_beside_what_is_multiplied_with_0(
+    part: str, beside: dict[str, Any], function: Any, is_open: bool
+) -> None:
+    functions = {"attn1_patch": [] if function is None else [function], "attn2_patch": [times(0.0)]}
+    patcher = SimpleNamespace(
+        model=object(),
+        is_clip=False,
+        patches={f"{ATTENTION}{other}.weight": patches for other, patches in beside.items()},
+        model_options={"transformer_options": {"patches": functions}},
+    )
+    assert (doubt_of(patcher, f"{ATTENTION}{part}.weight") is not None) is is_open
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -357,6 +357,100 @@ def test_a_node_s_loras_are_named_wherever_their_names_are_given(
     assert [verdict["lora"] for verdict in nodes(run)["1"].facts["lora_verdicts"]] == named
 
 
+def power(*loras: str, found: bool = True) -> dict[str, Any]:
+    files = {f"lora_{name[0]}": {"on": True, "lora": name, "strength": 1.0} for name in loras}
+    return {"class_type": "Power" if found else "Other", "inputs": {"model": ["1", 0], **files}}
+
+
+@pytest.mark.parametrize(
+    ("loader", "gone", "acts"),
+    [
+        pytest.param(power("a.safetensors", "gone.safetensors"), ["gone.safetensors"], False, id="beside one that is found"),
+        pytest.param(power("gone.safetensors"), ["gone.safetensors"], False, id="alone"),
+        pytest.param(power("c.safetensors"), [], None, id="found in another folder by its name"),
+        pytest.param(power("c.safetensors", "gone.safetensors"), ["gone.safetensors"], False, id="beside such a one"),
+        pytest.param(power("a.safetensors"), [], None, id="none"),
+        pytest.param(power("gone.safetensors", found=False), ["gone.safetensors"], None, id="by a node that gives another model"),
+    ],
+)  # fmt: skip
+def test_a_lora_that_a_loader_of_several_does_not_find_is_named(
+    watch: Watch,
+    host: Host,
+    monkeypatch: pytest.MonkeyPatch,
+    loader: dict[str, Any],
+    gone: list[str],
+    acts: bool | None,
+) -> None:
+    """rgthree/rgthree-comfy's Power Lora Loader leaves such a file out. Now, and once ComfyUI has kept what the node gave."""
+    known = ["a.safetensors", "sub/c.safetensors"]
+    folders = SimpleNamespace(
+        get_full_path=lambda _kind, name: f"/loras/{name}" if name in known else None,
+        get_filename_list=lambda _kind: known,
+    )
+    monkeypatch.setitem(sys.modules, "folder_paths", folders)
+
+    def load(model: Any, **loras: Any) -> Any:
+        for lora in loras.values():
+            for name in (name for name in known if name.endswith(lora["lora"])):
+                host.module("comfy.utils").load_torch_file(f"/loras/{name}")
+                host.module("comfy.lora").load_lora({"a": 1}, {"a": 1})
+        return (model,)
+
+    host.nodes |= {"Power": Node(("MODEL",), load), "Other": Node(("MODEL",), lambda **_: (object(),))}
+    watched = watch()
+    for prompt_id in "ab":
+        run = watched.run({"1": GRAPH["1"], "2": loader}, prompt_id)
+        told = nodes(run)["2"].facts.get("lora_verdicts", ()) if "2" in nodes(run) else ()
+        told = [
+            one
+            for one in [*told, *run.facts["comfyui"].get("loras_kept", ())]
+            if "finds no file" in one["says"]
+        ]
+        assert [one["lora"] for one in told] == gone
+        assert [one["effective"] for one in told] == [acts] * len(gone)
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "loads", "named"),
+    [
+        pytest.param("a cat <lora:c:0.8>", "nodes", None, ["sub/c.safetensors"], id="a file"),
+        pytest.param("a cat <lora:sub/c:1>, <lora:d:1:2>", "nodes", None, ["sub/c.safetensors", "(unnamed)"], id="and none"),
+        pytest.param("a cat, lora:c <c:1>", "nodes", None, [], id="no such words"),
+        pytest.param("a cat <lora:c:0.8>", "custom_nodes.x", None, [], id="in a node that may read it"),
+        pytest.param("a cat <lora:c:0.8>", "nodes", "sub/c.safetensors", [], id="that another node loads"),
+    ],
+)  # fmt: skip
+def test_a_lora_that_a_text_names_for_other_programs_is_said_to_do_nothing(
+    watch: Watch,
+    host: Host,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    module: str,
+    loads: str | None,
+    named: list[str],
+) -> None:
+    """Now, and once ComfyUI has kept what the node gave."""
+    known = ["sub/c.safetensors"]
+    folders = SimpleNamespace(
+        get_full_path=lambda _kind, name: f"/loras/{name}" if name in known else None,
+        get_filename_list=lambda _kind: known,
+    )
+    monkeypatch.setitem(sys.modules, "folder_paths", folders)
+    encoder = type("Encoder", (Node,), {"__module__": module})
+    host.nodes["Encode"] = encoder(("CONDITIONING",), lambda **_: ([[torch.ones(1, 2, 8), {}]],))
+    host.nodes["Lora"] = Node(("MODEL",), lambda model, lora_name: (object(),))
+    graph = {"1": GRAPH["1"], "3": {"class_type": "Encode", "inputs": {"clip": ["1", 0], "text": text}}}
+    if loads is not None:
+        graph["2"] = {"class_type": "Lora", "inputs": {"model": ["1", 0], "lora_name": loads}}
+    watched = watch()
+    for prompt_id in "ab":
+        run = watched.run(graph, prompt_id)
+        told = [*run.facts["comfyui"].get("loras_kept", ())]
+        told += [one for stage in nodes(run).values() for one in stage.facts.get("lora_verdicts", ())]
+        told = [one for one in told if "in a text" in one["says"]]
+        assert [(one["lora"], one["effective"]) for one in told] == [(name, False) for name in named]
+
+
 UNET, TEXT = "lora_unet_mid_block_attentions_0_proj_in", "lora_te_text_model_encoder_layers_0_mlp_fc1"
 
 

@@ -8,7 +8,7 @@ hooks or a range of steps hand on. What other nodes make of it has another ident
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.integrations.comfyui.instruments import Instrument
+from sigmascope.integrations.comfyui.latents import lost_in
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import links_of, signature_of
 from sigmascope.integrations.comfyui.recording import PromptRecording
@@ -81,6 +82,7 @@ class Sampled(NamedTuple):
         is_masked: Whether the noise mask left nothing of the latent to sample.
         forgets: Whether it began from noise alone, so that nothing of the latent that it was given is left.
         is_forgotten: Whether what it made goes to nodes alone that forget it.
+        may_be_lost: Whether it goes to nodes alone that forget it, or in whose output nothing may be left of it.
     """
 
     states: Mapping[State, bool | None]
@@ -89,11 +91,18 @@ class Sampled(NamedTuple):
     is_masked: bool = False
     forgets: bool = False
     is_forgotten: bool = False
+    may_be_lost: bool = False
 
     def forgotten(self) -> "Sampled":
         """The same, of which nothing counts."""
         states = dict.fromkeys(self.states, False)
         return self._replace(states=states, texts=Origin(frozenset()), counts=False, is_forgotten=True)
+
+    def doubted(self) -> "Sampled":
+        """The same, of which nothing may count."""
+        states = {state: has_weight and None for state, has_weight in self.states.items()}
+        texts = Origin(frozenset(), self.texts.sure | self.texts.maybe)
+        return self._replace(states=states, texts=texts, counts=self.counts and None, may_be_lost=True)
 
     def holds(self, signatures: Iterable[str]) -> bool | None:
         """Whether the text of one of these nodes was among them; None: that is not known."""
@@ -447,36 +456,37 @@ def sampled_in(prompt: PromptRecording) -> dict[str, Sampled]:
     """With what each node of the posted graph made its steps, with those that it expanded into. At the prompt's end: it waits."""
     seen = prompt.until_the_end(_NAME, _Seen)
     if seen.sampled is None:
-        seen.sampled = without_forgotten(_sampled(prompt, seen), prompt.graph)
+        seen.sampled = without_forgotten(_sampled(prompt, seen), prompt)
     return seen.sampled
 
 
-def without_forgotten(by_node: Mapping[str, Sampled], graph: Mapping[str, Any]) -> dict[str, Sampled]:
-    """The same, where nothing counts of what a node sampled that goes to samplers alone which begin from noise."""
+def without_forgotten(by_node: Mapping[str, Sampled], prompt: PromptRecording) -> dict[str, Sampled]:
+    """The same, where nothing counts of what a node sampled that goes to samplers alone which begin from noise.
+
+    Where it goes to nodes that may leave nothing of it, it may not count either.
+    """
     takers: dict[str, list[tuple[str, str]]] = {}
-    for taker, node in graph.items():
+    for taker, node in prompt.graph.items():
         for name, (source, _) in links_of(node):
             takers.setdefault(source, []).append((taker, name))
+    forgetting = {(node_id, name) for node_id, one in by_node.items() if one.forgets for name in LATENTS}
+    losing = {(node_id, name) for node_id, names in lost_in(prompt).items() for name in names}
 
-    def is_lost(node_id: str, on_the_way: frozenset[str] = frozenset()) -> bool:
+    def is_lost(node_id: str, by: Container[tuple[str, str]], way: frozenset[str] = frozenset()) -> bool:
         taken = takers.get(node_id, ())
         return (
-            node_id not in on_the_way
+            node_id not in way
             and bool(taken)
-            and all(
-                (name in LATENTS and forgets(taker)) or is_lost(taker, on_the_way | {node_id})
-                for taker, name in taken
-            )
+            and all(one in by or is_lost(one[0], by, way | {node_id}) for one in taken)
         )
 
-    def forgets(node_id: str) -> bool:
-        return node_id in by_node and by_node[node_id].forgets
-
-    if not any(map(forgets, by_node)):
-        return dict(by_node)
-    return {
-        node_id: sampled.forgotten() if is_lost(node_id) else sampled for node_id, sampled in by_node.items()
-    }
+    found = dict(by_node)
+    for node_id, sampled in by_node.items() if forgetting or losing else ():
+        if is_lost(node_id, forgetting):
+            found[node_id] = sampled.forgotten()
+        elif is_lost(node_id, forgetting | losing):
+            found[node_id] = sampled.doubted()
+    return found
 
 
 def _sampled(prompt: PromptRecording, seen: _Seen) -> dict[str, Sampled]:

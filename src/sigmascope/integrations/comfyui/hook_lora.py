@@ -5,7 +5,8 @@ merges a hook anew for each of its strengths. One number a weight is queued ther
 prompt's end. Where several hooks were merged into a weight together, one whose own change is zero is told by its factors.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
@@ -13,13 +14,21 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sigmascope.integrations.comfyui.conditionings import makers_in, sampled_in
+from sigmascope.integrations.comfyui.conditionings import Sampled, makers_in
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
-from sigmascope.integrations.comfyui.lora import SKIPPED, VERDICTS, ZERO, path_of, said
-from sigmascope.integrations.comfyui.models_in_use import cancelled_in, hook_is_merged, is_skipped
+from sigmascope.integrations.comfyui.latents import LOST
+from sigmascope.integrations.comfyui.lora import VERDICTS, ZERO, said
+from sigmascope.integrations.comfyui.lora_names import path_of
+from sigmascope.integrations.comfyui.models_in_use import (
+    cancelled_in,
+    doubt_of,
+    hook_is_merged,
+    makes_no_step,
+    samplings_of,
+)
 from sigmascope.integrations.comfyui.needs import Need, output_data
-from sigmascope.integrations.comfyui.posted_graph import following
+from sigmascope.integrations.comfyui.posted_graph import following, signature_of
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
@@ -54,6 +63,9 @@ _CHANGED_AFTER: Final = (
 _ELSEWHERE: Final = "the weights from before cannot be compared, or lie on another device"
 
 
+_UNLESS_LATER: Final = frozenset({_NOT_COUNTED, _NO_WEIGHT, _FORGOTTEN, _OFF_BY_SCHEDULE})
+"""Why it did nothing as far as the prompt went."""
+_MOST: Final = 1000
 _Group = frozenset[object]
 """ComfyUI's marks of hooks that are in force together."""
 
@@ -71,29 +83,49 @@ class _Made(NamedTuple):
     hook: object | None
 
 
+class _Part(NamedTuple):
+    """What a hook did to one part of the model.
+
+    Attributes:
+        effective: Whether it changed weights of it, for steps or texts that count; None: that is not known, with the `reason`.
+        names: The file's modules of which these weights are.
+    """
+
+    effective: bool | None
+    names: frozenset[str] = frozenset()
+    reason: str | None = None
+
+
 class _Known(NamedTuple):
     """What was found out of a hook in a prompt.
 
     Attributes:
         verdict: On its LoRA.
-        used: Names of the file's modules that act, by whether they act on a text encoder, of the models that got the hook.
+        parts: By whether it is the text encoder, what it did to the parts of the model that got the hook. Of a text encoder
+            it is left open here whether a step counted the text.
     """
 
     verdict: dict[str, Any]
-    used: Mapping[bool, frozenset[str]] = MappingProxyType({})
+    parts: Mapping[bool, _Part] = MappingProxyType({})
 
-    def beside(self, earlier: "_Known") -> "_Known":
-        """With what it did in an earlier prompt to models that did not get it anew, as what it did there was kept."""
-        kept = {is_text: names for is_text, names in earlier.used.items() if is_text not in self.used}
-        if not any(kept.values()) or self.verdict["effective"] is None:
-            return earlier if not self.used else self
-        used = {**kept, **self.used}
-        count = len(frozenset().union(*used.values()))
+    def beside(self, earlier: "_Known", is_text: bool, counts: bool | None) -> "_Known":
+        """With what it did to a part in an earlier prompt, of a node that was kept; `counts`: whether that counts in this one."""
+        part, acts = earlier.parts[is_text], self.verdict["effective"]
+        does = part.effective if counts else part.effective and counts
+        if does is False or (does is None and acts):
+            return self
+        if does is None:
+            reason = part.reason or _CHANGED_AFTER
+            return self._replace(verdict={**self.verdict, "effective": None, "reason": reason})
+        names = part.names | self.names() if acts else part.names
         why = earlier.verdict["why"] if earlier.verdict["effective"] else None
-        modules = earlier.verdict["modules"]
-        return _Known(
-            {**self.verdict, "effective": True, "modules_used": count, "modules": modules, "why": why}, used
-        )
+        verdict = {**self.verdict, "effective": True, "reason": None, "why": why}
+        verdict |= {"modules_used": len(names) or None, "modules": earlier.verdict["modules"]}
+        return _Known(verdict, {**self.parts, is_text: _Part(True, names)})
+
+    def names(self) -> frozenset[str]:
+        """The file's modules that changed any part."""
+        return frozenset().union(*(part.names for part in self.parts.values()))
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +139,7 @@ class _Look:
         strength: The largest size of what the schedule multiplies the hook's strength with.
         entries: The host's own changes of the hook.
         is_unread: Whether it could not be compared at some time.
-        is_skipped: Whether clip skip left its layer out of each text.
+        doubt: Why it may do nothing on that weight, of the last time, if it always may: see `doubt_of`; "": it may act.
     """
 
     alone: dict[_Group, Tensor] = field(default_factory=dict)
@@ -115,7 +147,7 @@ class _Look:
     strength: float = 0.0
     entries: tuple[Any, ...] = ()
     is_unread: bool = False
-    is_skipped: bool = True
+    doubt: str | None = None
 
     def add(
         self,
@@ -144,14 +176,14 @@ class _Seen:
         made: The LoRAs of its nodes.
         models: Those that got the hook: of the text encoder or not.
         looks: What became of each weight that it was merged into, by whether that is a text encoder's.
-        encoders: The nodes of the posted graph in which it was merged into a text encoder.
+        users: The nodes of the posted graph in which it was merged, likewise.
     """
 
     def __init__(self) -> None:
         self.made: list[tuple[NodeWatch, _Made]] = []
         self.models: dict[object, dict[bool, Callable[[], Any]]] = {}
         self.looks: dict[tuple[object, bool], dict[str, _Look]] = {}
-        self.encoders: dict[object, set[str]] = {}
+        self.users: dict[tuple[object, bool], set[str]] = {}
 
 
 class HookLora(Instrument):
@@ -172,7 +204,8 @@ class HookLora(Instrument):
 
     def put_on(self) -> None:
         """See `Instrument`."""
-        self._known: Kept[tuple[_Made, _Known]] = Kept()
+        self._known: Kept[_Made] = Kept()
+        self._did: OrderedDict[tuple[str, str, str, bool], _Known] = OrderedDict()
         self.wraps.append(Wrap(self.needs[0], self, before=self._registers))
         self.wraps.append(Wrap(self.needs[1], self, after=self._merged))
         self.wraps.append(Wrap(self.needs[2], self, after=self._outputs))
@@ -206,10 +239,11 @@ class HookLora(Instrument):
             looks.setdefault(key, _Look()).add(
                 changed, 1.0 if strength is None else strength, entries, group, is_alone=is_alone
             )
-            looks[key].is_skipped &= bool(patcher.is_clip) and is_skipped(patcher, key)
-            if patcher.is_clip:
-                seen.encoders.setdefault(hook.hook_ref, set()).add(prompt.posted(self.node_here()))
-            else:
+            if looks[key].doubt != "":
+                looks[key].doubt = doubt_of(patcher, key) or ""
+            users = seen.users.setdefault((hook.hook_ref, bool(patcher.is_clip)), set())
+            users.add(prompt.posted(self.node_here()))
+            if not patcher.is_clip:
                 hook_is_merged(prompt, patcher, hook.hook_ref, key, entries)
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
@@ -241,19 +275,39 @@ class HookLora(Instrument):
     def at_the_end(self, prompt: PromptRecording) -> None:
         """Judge the LoRAs of the prompt's nodes that make hooks, and name those of nodes that ComfyUI kept."""
         seen = self._seen_in(prompt)
-        anew: dict[str, list[tuple[_Made, _Known]]] = {}
+        anew: dict[str, list[_Made]] = {}
+        signatures: dict[str, str] = {}
         for node, one in seen.made:
-            known = self._judge(one, seen, prompt)
-            node.add(VERDICTS, said(one.name, known.verdict))
             posted = prompt.posted(node)
-            kept = one if posted == node.id else one._replace(slot=None)
-            anew.setdefault(posted, []).append((kept, known))
-        for node_id, since, (one, earlier) in self._known.of_prompt(prompt, anew):
-            known = self._judge(one, seen, prompt)
-            # Where a node that follows was kept too, the hook was in force for it when it ran.
-            if not prompt.cached.isdisjoint(following(prompt.graph, node_id, one.slot)):
-                known = known.beside(earlier)
-            keep_verdict(prompt, node_id, said(one.name, known.verdict, since))
+            made = one if posted == node.id else one._replace(slot=None)
+            node.add(VERDICTS, said(one.name, self._verdict_of(made, posted, seen, prompt, signatures)))
+            anew.setdefault(posted, []).append(made)
+        for node_id, since, one in self._known.of_prompt(prompt, anew):
+            verdict = self._verdict_of(one, node_id, seen, prompt, signatures)
+            keep_verdict(prompt, node_id, said(one.name, verdict, since))
+
+    def _verdict_of(
+        self, one: _Made, node_id: str, seen: _Seen, prompt: PromptRecording, signatures: dict[str, str]
+    ) -> dict[str, Any]:
+        """The verdict on a hook, with what it did when nodes ran of which ComfyUI kept the output."""
+        known = self._judge(one, seen, prompt)
+        if node_id not in prompt.graph:
+            return known.verdict
+        own = signature_of(prompt.graph, node_id, signatures)
+        for is_text in known.parts:
+            for user in seen.users.get((one.hook, is_text), set()) & prompt.graph.keys():
+                key = own, one.name, signature_of(prompt.graph, user, signatures), is_text
+                self._did.pop(key, None)
+                self._did[key] = known
+        while len(self._did) > _MOST:
+            self._did.popitem(last=False)
+        for follower in sorted(following(prompt.graph, node_id, one.slot) & prompt.cached):
+            user = signature_of(prompt.graph, follower, signatures)
+            for is_text in (False, True):
+                if (earlier := self._did.get((own, one.name, user, is_text))) is not None:
+                    counts = _text_counts([user], prompt) if is_text else True
+                    known = known.beside(earlier, is_text, counts)
+        return known.verdict
 
     def _seen_in(self, prompt: PromptRecording) -> _Seen:
         return prompt.until_the_end(self.name, _Seen)
@@ -273,9 +327,10 @@ class HookLora(Instrument):
         if matching.value is None:
             return _Known({**verdict, "effective": None, "reason": matching.reason})
         names = names_of_all(models.get(False), models.get(True))
-        used: dict[bool, frozenset[str]] = {}
+        parts: dict[bool, _Part] = {}
+        used = frozenset[str]()
         whys: dict[str, None] = {}
-        was_in_force, changes_weights, open_because = False, False, None
+        was_in_force, changes_weights, reason = False, False, None
         for is_text, model in models.items():
             looks = seen.looks.get((one.hook, is_text), {})
             if any(look.is_unread for look in looks.values()):
@@ -285,28 +340,32 @@ class HookLora(Instrument):
             left_out = frozenset[_Group]() if is_text else _without_weight(one.hook, prompt)
             changed, why = _judged(one.hook, of_part, left_out, model)
             changed, lost = _left_of(changed, looks, prompt)
+            before, open_because = changed, None
             if changed and lost is None:
-                how = (
-                    _text_used(seen.encoders.get(one.hook, ()), prompt)
-                    if is_text
-                    else _weighed(one.hook, prompt)
-                )
-                if how is None:
-                    changed, lost = set(), _CHANGED_AFTER if is_text else _MAY_COUNT
-                    open_because = lost
+                users = seen.users.get((one.hook, is_text), set())
+                how = _text_used(users, prompt) if is_text else _weighed(one.hook, prompt)
+                if failed and not _made_steps(prompt, None if is_text else users):
+                    open_because = lost = _ENDED
+                elif how is None:
+                    is_lost = not is_text and all(sampled.may_be_lost for sampled in _with(one.hook, prompt))
+                    open_because = LOST if is_lost else _CHANGED_AFTER if is_text else _MAY_COUNT
+                    lost = open_because
                 elif not how:
-                    changed, lost = set(), _NOT_COUNTED if is_text else _why_no_weight(one.hook, prompt)
-                elif all(looks[key].is_skipped for key in changed):
-                    changed, lost = set(), SKIPPED
-                    open_because = lost
+                    lost = _NOT_COUNTED if is_text else _why_no_weight(one.hook, prompt)
+                elif all(looks[key].doubt for key in changed):
+                    open_because = lost = next(looks[key].doubt for key in changed)
+                changed = set() if lost else changed
             why = lost or why
             changes_weights = changes_weights or bool(changed)
-            acting = {names[is_text](key) for key in changed}
-            used[is_text] = frozenset(
-                module.name for module in matching.value.matched if not acting.isdisjoint(module.layers)
+            reason = reason or open_because
+            used |= _modules_of(changed, names[is_text], matching.value.matched)
+            weights = before if is_text else changed
+            acts = None if not weights and open_because else bool(weights)
+            parts[is_text] = _Part(
+                acts, _modules_of(weights, names[is_text], matching.value.matched), open_because
             )
             whys |= {} if why is None else {why: None}
-        count = len(frozenset().union(*used.values()))
+        count = len(used)
         of_host = [*file_findings(matching.value, None, "comfyui")]
         grave = [
             finding.message
@@ -322,15 +381,28 @@ class HookLora(Instrument):
             and not matching.value.matched
         ):
             whys = {_REACHES_TEXT if True in models else _REACHES_DENOISER: None}
-        if failed and was_in_force and not any(node.seen_steps for node in prompt.nodes.values()):
-            return _Known({**verdict, "effective": None, "reason": _ENDED}, used)
-        if open_because is not None and not count:
-            return _Known({**verdict, "effective": None, "reason": open_because}, used)
+        is_early = bool(_UNLESS_LATER & whys.keys()) or (not was_in_force and _made_steps(prompt, None))
+        if failed and not changes_weights and is_early:
+            reason = reason or _ENDED
+        if reason is not None and not count:
+            return _Known({**verdict, "effective": None, "reason": reason}, parts)
         verdict |= {"effective": changes_weights, "modules": len(matching.value.modules) or None}
         # ComfyUI may read what the match with the file does not.
         verdict["modules_used"] = None if changes_weights and not count else count
         verdict["why"] = next(iter([*grave, *whys] if changes_weights else [*whys, *grave]), None)
-        return _Known(verdict, used)
+        return _Known(verdict, parts)
+
+
+def _modules_of(changed: set[str], layer_of: Callable[[str], str], modules: Iterable[Any]) -> frozenset[str]:
+    """The names of the file's modules that some of these weights are of."""
+    acting = {layer_of(key) for key in changed}
+    return frozenset(module.name for module in modules if not acting.isdisjoint(module.layers))
+
+
+def _made_steps(prompt: PromptRecording, of: Container[str] | None) -> bool:
+    """Whether some of these nodes of the posted graph made a step; None: whether any did."""
+    steps = [node for node in prompt.nodes.values() if node.seen_steps]
+    return any(of is None or prompt.posted(node) in of for node in steps)
 
 
 def _left_of(
@@ -344,34 +416,46 @@ def _left_of(
 
 def _weighed(hook: object, prompt: PromptRecording) -> bool | None:
     """Whether a conditioning with a hook had any weight in a step, also where none was seen; None: that is not known."""
-    states = [one for sampled in sampled_in(prompt).values() for one in sampled.states.items()]
+    states = [one for sampled in samplings_of(prompt) for one in sampled.states.items()]
     weights = [has_weight for hooks, has_weight in states if any(ref is hook for ref, _ in hooks)]
     return True if True in weights or not weights else None if None in weights else False
 
 
 def _why_no_weight(hook: object, prompt: PromptRecording) -> str:
-    with_it = [
+    with_it = _with(hook, prompt)
+    return _FORGOTTEN if with_it and all(sampled.is_forgotten for sampled in with_it) else _NO_WEIGHT
+
+
+def _with(hook: object, prompt: PromptRecording) -> list[Sampled]:
+    """The samplings with a conditioning that has a hook."""
+    return [
         sampled
-        for sampled in sampled_in(prompt).values()
+        for sampled in samplings_of(prompt)
         if any(ref is hook for state in sampled.states for ref, _ in state)
     ]
-    return _FORGOTTEN if with_it and all(sampled.is_forgotten for sampled in with_it) else _NO_WEIGHT
 
 
 def _text_used(encoders: Iterable[str], prompt: PromptRecording) -> bool | None:
     """Whether a step was made with the text that one of these nodes encoded; None: that is not known."""
-    makers, sampled = makers_in(prompt), sampled_in(prompt).values()
+    makers = makers_in(prompt)
     signatures = [makers.get(node_id) for node_id in encoders]
-    if not sampled or not signatures or None in signatures:
-        return True  # nothing was seen of it
-    answers = [one.holds(filter(None, signatures)) for one in sampled]
+    if not signatures or None in signatures:  # nothing was seen of it
+        return not makes_no_step(prompt)
+    return _text_counts([*filter(None, signatures)], prompt)
+
+
+def _text_counts(signatures: Sequence[str], prompt: PromptRecording) -> bool | None:
+    """The same, by the signatures of the nodes, also of those that ComfyUI kept."""
+    answers = [one.holds(signatures) for one in samplings_of(prompt)]
+    if not answers:
+        return not makes_no_step(prompt)
     return True if True in answers else None if None in answers else False
 
 
 def _without_weight(hook: object, prompt: PromptRecording) -> frozenset[_Group]:
     """The groups of which no conditioning had any weight; without those of a hook, if that holds for each of these."""
     weights: dict[_Group, bool] = {}
-    for sampled in sampled_in(prompt).values():
+    for sampled in samplings_of(prompt):
         for state, has_weight in sampled.states.items():
             group = frozenset(ref for ref, _ in state)
             weights[group] = weights.get(group, False) or has_weight is not False

@@ -27,6 +27,7 @@ _FILES: Final = (
     "files",
     "loading",
     "tiles",
+    "latents",
     "conditionings",
     "lora",
     "hook_lora",

@@ -5,21 +5,33 @@ merged what it merges: by then the weights that the sampler used are there to be
 device say whether any node used what the loader gives. Of a loader whose output ComfyUI kept, the verdict is kept too.
 """
 
-import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from sigmascope.integrations.comfyui.files import FILES
 from sigmascope.integrations.comfyui.instruments import Instrument, weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept, keep_verdict
+from sigmascope.integrations.comfyui.latents import LOST
+from sigmascope.integrations.comfyui.lora_names import (
+    UNNAMED,
+    Sample,
+    in_order,
+    missing_in,
+    names_in,
+    names_read,
+    path_of,
+    sample_of,
+    tags_in,
+)
 from sigmascope.integrations.comfyui.models_in_use import (
+    BESIDE_ZERO,
+    SKIPPED,
     InUse,
     ModelsInUse,
     Use,
@@ -48,11 +60,6 @@ LORA: Final = "lora"
 """The fact of a node's stage: keys of the file and patches made of it, for each time."""
 VERDICTS: Final = "lora_verdicts"
 """The fact of a node's stage: whether the LoRA did anything, and why not."""
-_UNNAMED: Final = "(unnamed)"
-_NONE: Final = "None"
-"""What loaders of other packs offer beside the files' names."""
-_OTHER_FILES: Final = ("ckpt_name", "clip_name", "control_net_name", "unet_name", "vae_name")
-"""Ends of inputs that name files of other kinds, of which one may be called as a LoRA is."""
 _STRENGTHS: Final = (
     "strength_model",
     "strength_clip",
@@ -62,8 +69,6 @@ _STRENGTHS: Final = (
     "lora_strength",
 )
 """A loader's inputs, ComfyUI's own first."""
-_DEEPEST: Final = 8
-"""Levels of lists and dicts in which a node is given the names of LoRAs."""
 _NO_MODEL: Final = (
     "the node gives no model that has its LoRA: it is applied inside the node or later, if at all"
 )
@@ -83,11 +88,11 @@ _MAY_USE: Final = "a node that puts no model on a device itself may use"
 _NOT_COUNTED: Final = "no step counted a text that was encoded with"
 _CHANGED_AFTER: Final = "the conditioning was changed, or used in a way that is not seen, after it came from"
 _MAY_COUNT: Final = "cfg, a number of the guider, the noise mask or a last step without conditioning may leave nothing of what was sampled with"
-SKIPPED: Final = "clip skip takes the text from before the layers that it changes: only the pooled output holds them, which may not be used"
 _MASKED: Final = "the noise mask of the latent is zeros in what was sampled with"
 _FORGOTTEN: Final = "the sampler that takes the latent begins from noise alone (first sigma 1), so that nothing is left of what was sampled with"
 _MADE_ANEW: Final = "a node made other patches of it, of which it is not known how they act, on"
-_OPEN: Final = frozenset({_ENDED, _MAY_USE, _MADE_ANEW, _CHANGED_AFTER, _MAY_COUNT, SKIPPED})
+_DOUBTS: Final = frozenset({SKIPPED, BESIDE_ZERO, LOST})
+_OPEN: Final = frozenset({_ENDED, _MAY_USE, _MADE_ANEW, _CHANGED_AFTER, _MAY_COUNT}) | _DOUBTS
 """Why it is not known whether a LoRA acts."""
 _UNLESS_LATER: Final = frozenset({_FORGOTTEN, _NO_STEP, _NO_WEIGHT, _MASKED, _NOT_COUNTED})
 """Why it did nothing as far as the prompt went."""
@@ -98,6 +103,13 @@ _GIVEN_BACK: Final = "the node read the file and gave back the very model that i
 _OTHER_CHANGES: Final = "the node changes weights, by none of the names that the file has"
 _KEPT_BY_NODE: Final = "the node was told to take no LoRA, and gives a model that has one from before"
 _NODE_FAILED: Final = "the node failed before it gave a model or hooks that have it"
+_NOT_FOUND: Final = "ComfyUI finds no file of that name, so that the node left it out"
+_MAY_BE_ELSEWHERE: Final = (
+    "ComfyUI finds no file of that name: whether the node found it elsewhere was not seen"
+)
+_WORDS_ALONE: Final = (
+    "<lora:…> in a text loads nothing here: this node takes it as words, so put the LoRA on with a loader"
+)
 _GONE: Final = "the models were gone when the prompt ended"
 
 
@@ -176,10 +188,6 @@ class _Known(NamedTuple):
     is_inner: bool = False
 
 
-_Sample = tuple[str, list[float]]
-"""The name of a matrix in a file, and the first numbers of it."""
-
-
 class _Seen:
     """Of one prompt.
 
@@ -187,12 +195,14 @@ class _Seen:
         applied: The LoRAs of its nodes.
         patches: By node, the identities of the patches made of each LoRA, with a sample of its tensors.
         replaced: The identities of adapters beside the weights that a later loader put its own in place of.
+        told: The LoRAs that nodes were only told of: those that are not found, and those that a text names.
     """
 
     def __init__(self) -> None:
         self.applied: list[_Application] = []
-        self.patches: dict[str, list[tuple[_Sample | None, frozenset[int]]]] = {}
+        self.patches: dict[str, list[tuple[Sample | None, frozenset[int]]]] = {}
         self.replaced: set[int] = set()
+        self.told: list[tuple[NodeWatch, str, dict[str, Any]]] = []
 
 
 class Lora(Instrument):
@@ -219,7 +229,7 @@ class Lora(Instrument):
         if prompt is not None and node is not None and error is None:
             node.add(LORA, {"keys": len(call.get("lora") or ()), "patches": len(result)})
             patches = prompt.until_the_end(self.name, _Seen).patches
-            sample = attempt(partial(_sample_of, call.get("lora"))).value
+            sample = attempt(partial(sample_of, call.get("lora"))).value
             patches.setdefault(node.id, []).append((sample, frozenset(map(id, result.values()))))
 
     def _goes_to_a_device(self, call: Call) -> None:
@@ -234,26 +244,29 @@ class Lora(Instrument):
         node = None if prompt is None else prompt.nodes.get(str(call.get("unique_id")))
         if prompt is None or node is None or not isinstance(inputs, Mapping):
             return
+        first = _first_of(inputs)
         if error is not None:
             is_loader = "lora_name" in inputs or not node.facts.keys().isdisjoint({LORA, FILES})
-            for name in dict.fromkeys(_names_in(_first_of(inputs)) if is_loader else ()):
-                node.add(VERDICTS, said(name, {"effective": None, "reason": _NODE_FAILED, "why": None}))
+            for name in dict.fromkeys(names_in(first) if is_loader else ()):
+                node.add(VERDICTS, said(name, _not_acting(_NODE_FAILED, None)))
+            for name in missing_in(first):
+                node.add(VERDICTS, said(name, _not_acting(_MAY_BE_ELSEWHERE, None)))
             return
         obj, seen = call.get("obj"), prompt.until_the_end(self.name, _Seen)
         kinds = tuple(map(str, getattr(obj, "RETURN_TYPES", ())))
         reads = LORA in node.facts
+        made = dict(zip(kinds, map(first_of, result[0] or ()), strict=False))
+        patches = seen.patches.get(node.id, [])
+        seen.told += [(node, *one) for one in _told_of(node, obj, first, made, len(patches))]
         keeps_one = not reads and bool(attempt(partial(_keeps_a_lora, kinds, inputs, result[0] or ())).value)
-        is_off = (
-            not reads and "lora" in inputs and "MODEL" in kinds and _why_off(_first_of(inputs)) is not None
-        )
+        is_off = not reads and "lora" in inputs and "MODEL" in kinds and _why_off(first) is not None
         if not (reads or keeps_one or is_off or "lora_name" in inputs):
             return
-        patches = seen.patches.get(node.id, [])
         calls = _calls(inputs, result[0] or (), is_one=bool(getattr(obj, "INPUT_IS_LIST", False)))
         for given, gave in calls:
             models = _models_of(given, dict(zip(kinds, gave, strict=False)))
-            names = list(dict.fromkeys(_names_in(given)))
-            if not names and len(calls) == 1 and len(read := _names_read(node)) == len(patches):
+            names = list(dict.fromkeys(names_in(given)))
+            if not names and len(calls) == 1 and len(read := names_read(node)) == len(patches):
                 names = read
             if _is_hooked(node, kinds, given, models, names):
                 continue
@@ -261,9 +274,9 @@ class Lora(Instrument):
             if not names and not (reads or keeps_one or is_off):
                 continue  # it was told to take none
             apart = len(names) > 1 and len(names) == len(patches) and len(calls) == 1
-            made = _in_order(names, patches) if apart else None
-            for at, name in enumerate(names or [_UNNAMED]):
-                own = None if made is None else made[at]
+            by_name = in_order(names, patches) if apart else None
+            for at, name in enumerate(names or [UNNAMED]):
+                own = None if by_name is None else by_name[at]
                 one = _Application(node, kept, path_of(name), name, kinds, own, _why_off(given), keeps_one)
                 seen.applied.append(one)
 
@@ -274,13 +287,21 @@ class Lora(Instrument):
         anew: dict[str, list[_Known]] = {}
         in_use = self._in_use.of_prompt(prompt)
         judged = [(one.node, self._judge(one, seen, in_use.at)) for one in seen.applied]
-        for node, judgement in judged:
-            posted = prompt.posted(node)
-            known = judgement._replace(is_inner=posted != node.id)
-            node.add(VERDICTS, _verdict_of(known, posted, prompt, seen, in_use))
-            anew.setdefault(posted, []).append(known)
-        for node_id, since, known in self._known.of_prompt(prompt, anew):
-            keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen, in_use, since))
+        judged += [(node, _Known(name, (), _Weighed(why), {}, in_use.at)) for node, name, why in seen.told]
+        ran = [(node, prompt.posted(node), known) for node, known in judged]
+        ran = [(node, at, known._replace(is_inner=at != node.id)) for node, at, known in ran]
+        for _, at, known in ran:
+            anew.setdefault(at, []).append(known)
+        kept = self._known.of_prompt(prompt, anew)
+        loaded = {known.name for _, _, known in [*ran, *kept] if known.kinds}
+        for node, at, known in ran:
+            if (
+                known.kinds or known.name not in loaded
+            ):  # else it is one that a text names, and another node loads
+                node.add(VERDICTS, _verdict_of(known, at, prompt, seen, in_use))
+        for node_id, since, known in kept:
+            if known.kinds or known.name not in loaded:
+                keep_verdict(prompt, node_id, _verdict_of(known, node_id, prompt, seen, in_use, since))
 
     def _judge(self, one: _Application, seen: _Seen, at: int) -> _Known:
         """Compare the loader's models, and put the analysis on its node."""
@@ -436,12 +457,14 @@ def _unused(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse)
             found[part] = {"": _ENDED}
         elif uses:
             idle = _idle_in(uses, patches)
-            if "" not in idle and all(
-                one.sampled is not None and one.sampled.counts is None for one in using
-            ):
-                idle = {"": _MAY_COUNT}
-            if "" not in idle and all(patches.every & use.patches <= use.skipped for use in uses):
-                idle = {"": SKIPPED}
+            with_it = [one.sampled for one in using if _leaves(one, patches) or not patches.every]
+            if "" not in idle and all(one is not None and one.counts is None for one in with_it):
+                idle = {
+                    "": LOST if all(one is not None and one.may_be_lost for one in with_it) else _MAY_COUNT
+                }
+            doubts = [use.doubted.get(one) for use in uses for one in patches.every & use.patches]
+            if "" not in idle and doubts and None not in doubts:
+                idle = {"": str(doubts[0])}
             found[part] = {**idle, **dict.fromkeys(patches.off, _OFF)}
         elif not prompt.facts.get("success", True):
             found[part] = {"": _ENDED}
@@ -468,8 +491,12 @@ def _is_done_elsewhere(part: str, in_use: InUse) -> bool:
 
 def _is_forgotten(uses: Uses, patches: _Patches) -> bool:
     """Whether a node sampled with a LoRA, and nothing that follows took of what it made."""
-    is_lost = uses.sampled is not None and uses.sampled.is_forgotten
-    return is_lost and any(use.leaves(patches.every) for use in uses.models if use.model == patches.model)
+    return uses.sampled is not None and uses.sampled.is_forgotten and _leaves(uses, patches)
+
+
+def _leaves(uses: Uses, patches: _Patches) -> bool:
+    """Whether a node used a model on which some of these patches act."""
+    return any(use.leaves(patches.every) for use in uses.models if use.model == patches.model)
 
 
 def _is_made_anew(uses: Uses, patches: _Patches) -> bool:
@@ -486,11 +513,7 @@ def _has_sampled(uses: Uses) -> bool:
 
 def _text_lost(does: Sequence[Uses], patches: _Patches, in_use: InUse) -> str | None:
     """Why no step was made with what was encoded with a LoRA, or why that is not known; None: one was, or nothing is known."""
-    encoders = [
-        one
-        for one in does
-        if any(use.leaves(patches.every) for use in one.models if use.model == patches.model)
-    ]
+    encoders = [one for one in does if _leaves(one, patches)]
     makers = [one.maker for one in encoders]
     sampled = [one.sampled for one in in_use.by_node.values() if one.sampled is not None]
     if not sampled or not makers or None in makers:
@@ -498,6 +521,8 @@ def _text_lost(does: Sequence[Uses], patches: _Patches, in_use: InUse) -> str | 
     answers = [one.holds(filter(None, makers)) for one in sampled]
     if True in answers:
         return None
+    if None in answers and all(one.may_be_lost for one in sampled if one.holds(filter(None, makers)) is None):
+        return LOST
     return _CHANGED_AFTER if None in answers or any(one.does == "unknown" for one in does) else _NOT_COUNTED
 
 
@@ -540,6 +565,35 @@ def _first_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: first_of(values) for name, values in inputs.items()}
 
 
+def _not_acting(why: str, effective: bool | None = False) -> dict[str, Any]:
+    is_known = effective is not None
+    return {"effective": effective, "reason": None if is_known else why, "why": why if is_known else None}
+
+
+def _told_of(
+    node: NodeWatch, obj: object, given: Mapping[str, Any], gave: Mapping[str, Any], loaded: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The LoRAs that a node was told of and did not load, with the verdict on each.
+
+    Args:
+        node: It ran.
+        obj: Of its class.
+        given: The first of each input.
+        gave: The first of each output, by kind.
+        loaded: How many LoRAs ComfyUI loaded for it.
+    """
+    read = {file["file"] for file in node.facts.get(FILES, ())}
+    missing = missing_in(given) if gave.keys() & {"MODEL", "CLIP"} else []
+    missing = [name for name in missing if PurePath(name).name not in read]
+    is_all = loaded == len({*names_in(given)} | {*names_read(node)})
+    is_left_out = is_all and (loaded > 0 or _is_given_back(_models_of(given, gave)))
+    for name in missing:
+        yield name, _not_acting(_NOT_FOUND) if is_left_out else _not_acting(_MAY_BE_ELSEWHERE, None)
+    is_own = type(obj).__module__.partition(".")[0] in ("nodes", "comfy_extras")
+    if is_own and "CONDITIONING" in gave and LORA not in node.facts:
+        yield from ((name, _not_acting(_WORDS_ALONE)) for name in tags_in([*given.values()]))
+
+
 def _keeps_a_lora(kinds: Sequence[str], inputs: Mapping[str, Any], gave: Sequence[Any]) -> bool:
     """Whether a node that makes a model itself gives one with a LoRA on it: ComfyUI has these as objects, and merges as lists."""
     made = dict(zip(kinds, gave, strict=False))
@@ -573,71 +627,6 @@ def _without_replaced(before: Any, after: Any) -> Any:
     own = _patcher_of(before).injections
     _patcher_of(clone).injections = {name: one for name, one in own.items() if left.get(name) is one}
     return clone
-
-
-def _names_in(inputs: Mapping[str, Any]) -> Iterator[str]:
-    """The LoRA files that a node is given: as `lora_name`, or where one of its values, or what lies in one, names a file."""
-    name = inputs.get("lora_name")
-    others = [value for key, value in inputs.items() if not key.endswith(("lora_name", *_OTHER_FILES))]
-    if isinstance(name, str) and name != _NONE:
-        yield name
-    yield from (text for text in _texts_in(others, _DEEPEST) if path_of(text) is not None)
-
-
-def _names_read(node: NodeWatch) -> list[str]:
-    """The LoRA files that a node read, such as one that takes their names out of a prompt; none where a name is that of two."""
-    folders: Any = sys.modules.get("folder_paths")
-    known = attempt(lambda: folders.get_filename_list("loras")).value or ()
-    read = [file["file"] for file in node.facts.get(FILES, ())]
-    found = [[name for name in known if Path(name).name == file] for file in read]
-    return [] if any(len(names) > 1 for names in found) else [name for names in found for name in names]
-
-
-def _texts_in(value: Any, depth: int) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        if value.get("on") is not False:
-            yield from _texts_in(list(value.values()), depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts_in(item, depth - 1)
-
-
-def _sample_of(tensors: Mapping[str, torch.Tensor]) -> _Sample | None:
-    """What tells a LoRA from others of the same names, read on the processor."""
-    name = min(name for name, tensor in tensors.items() if tensor.ndim > 1)
-    return (name, tensors[name][0].flatten()[:8].tolist()) if tensors[name].device.type == "cpu" else None
-
-
-def _in_order(
-    names: Sequence[str], patches: Sequence[tuple[_Sample | None, frozenset[int]]]
-) -> list[frozenset[int]]:
-    """The patches of each file: nodes may put LoRAs on in another order than they are named in.
-
-    In the order of the names, where the files do not tell.
-    """
-    made = [own for _, own in patches]
-    samples = [sample for sample, _ in patches]
-    found = [attempt(partial(_place_of, path_of(name), samples)).value for name in names]
-    return (
-        made if None in found or len({*found}) < len(found) else [made[at] for at in found if at is not None]
-    )
-
-
-def _place_of(path: Any, samples: Sequence[_Sample | None]) -> int | None:
-    with safe_open(path, "pt") as file:
-        held = {*file.keys()}
-        return next(
-            (
-                at
-                for at, sample in enumerate(samples)
-                if sample is not None
-                and sample[0] in held
-                and file.get_slice(sample[0])[:1].flatten()[:8].tolist() == sample[1]
-            ),
-            None,
-        )
 
 
 def _why_off(inputs: Mapping[str, Any]) -> str | None:
@@ -690,15 +679,6 @@ def _is_hooked(
         models[part] is not None and models[part] is not models[f"{part} before"] for part in ("unet", "clip")
     )
     return (node.is_sampler or "CONDITIONING" in kinds) and not is_other and not names
-
-
-def path_of(name: Any) -> str | None:
-    """Where a LoRA file lies that a node names; None: ComfyUI does not find it."""
-    folders = sys.modules.get("folder_paths")
-    if folders is None or not isinstance(name, str):
-        return None
-    found = folders.get_full_path("loras", name)
-    return found if isinstance(found, str) else None
 
 
 def _leads_nowhere(known: _Known, node_id: str, prompt: PromptRecording, in_use: InUse) -> frozenset[str]:
@@ -842,7 +822,7 @@ def _idle_in_words(idle: Mapping[str, Sequence[str]], acting: Mapping[str, int])
         return verdict_finding(how, holders=part.capitalize(), weights=weights).message
     if how == _NOT_RUN and count < acting[part]:
         return f"{counted(count, 'module is', 'modules are')} on no model that a node used"
-    if how == SKIPPED:
+    if how in _DOUBTS:
         return how
     same = [part for part, hows in idle.items() if hows[0] == how]
     return f"{how} the {' and the '.join(same)} that the loader gives"

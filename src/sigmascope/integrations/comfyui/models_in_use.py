@@ -30,7 +30,7 @@ from sigmascope.integrations.comfyui.sampling import SAMPLING
 from sigmascope.probes.applied_patch import AppliedPatch, Standing
 from sigmascope.probes.comfyui_patcher import bypasses_of, kept_weights, original_weight
 from sigmascope.probes.comfyui_weight_adapter import PatcherEntry, applied
-from sigmascope.probes.reading import attempt, attribute, mapping, number, sequence
+from sigmascope.probes.reading import attempt, attribute, lookup, mapping, number, sequence
 from sigmascope.stages.lora_on_model import cancelled_changes
 from sigmascope.stages.model_snapshot import ModelPatches
 
@@ -43,7 +43,12 @@ _NO_HOOKS: Final[State] = frozenset()
 LOADED_OVER: Final = (
     "ComfyUI keeps one set of weights for both models of the node, so that no step was made with"
 )
+SKIPPED: Final = "clip skip takes the text from before the layers that it changes: only the pooled output holds them, which may not be used"
+BESIDE_ZERO: Final = "another patch multiplies queries, keys, values or the output with 0 in each attention that it changes, which may leave nothing of it"
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
+_PROJECTION: Final = re.compile(r"(?P<attention>.+\.(?P<kind>attn[12]))\.to_(?P<part>q|k|v|out\.0)\.weight")
+_FACTORS: Final = {"q": ("k", "v", "out.0"), "k": ("q", "v", "out.0"), "v": ("out.0",), "out.0": ("v",)}
+"""What a projection of an attention is multiplied with, later or before."""
 _Held = tuple[int, Any]
 """A patch with the identity that it has in the host."""
 _ByWeight = Mapping[str, Sequence[_Held]]
@@ -61,14 +66,14 @@ class Use(NamedTuple):
         model: Its identity.
         patches: Those of its patches, and of its adapters beside the weights, as far as later ones leave them.
         cancelled: Of these the ones that cancel each other, each with the id of the verdict; or all, with `LOADED_OVER`.
-        skipped: Of a text encoder's, those on layers that clip skip leaves out of a text: see `is_skipped`.
+        doubted: Of these, the ones that may do nothing where they are, each with the reason: see `doubt_of`.
         changes: The identities of what its patches change, which are the same where a node has made other patches of them.
     """
 
     model: int
     patches: frozenset[int]
     cancelled: Mapping[int, str]
-    skipped: frozenset[int] = frozenset()
+    doubted: Mapping[int, str] = MappingProxyType({})
     changes: frozenset[int] = frozenset()
 
     def leaves(self, patches: frozenset[int]) -> bool:
@@ -124,13 +129,29 @@ def cancelled_in(prompt: PromptRecording) -> frozenset[int]:
     return prompt.until_the_end(_NAME, _Loads).cancelled
 
 
+def samplings_of(prompt: PromptRecording) -> Sequence[Sampled]:
+    """With what the prompt's nodes made their steps, now or when ComfyUI kept what they gave, once its models are known."""
+    in_use = prompt.until_the_end(_NAME, _Loads).in_use
+    known = (
+        sampled_in(prompt).values() if in_use is None else [one.sampled for one in in_use.by_node.values()]
+    )
+    return [one for one in known if one is not None]
+
+
+def makes_no_step(prompt: PromptRecording) -> bool:
+    """Whether all samplers of a prompt were told to make no step, now or when ComfyUI kept what they gave."""
+    in_use = prompt.until_the_end(_NAME, _Loads).in_use
+    does = set() if in_use is None else {one.does for one in in_use.by_node.values()}
+    return "samples nothing" in does and does.isdisjoint({"samples", "was cut", "unknown"})
+
+
 class _Stack(NamedTuple):
-    """A model and its patches, some of them `skipped`; `mark` is ComfyUI's for these, since identities are given anew."""
+    """A model and its patches, some of them `doubted`; `mark` is ComfyUI's for these, since identities are given anew."""
 
     model: int
     patches: frozenset[int]
     mark: Hashable
-    skipped: frozenset[int]
+    doubted: frozenset[tuple[int, str]]
     changes: frozenset[int]
 
 
@@ -149,6 +170,7 @@ class _Loads:
         order: By node and model, what was loaded, one after the other, each with the samplings until then: see `samplings_in`.
         hooked: The patches of hooks that were merged into a denoiser, by its identity.
         cancelled: The identities of those that others cancel wherever they are in force.
+        in_use: What was found of them at the end.
     """
 
     def __init__(self) -> None:
@@ -156,6 +178,7 @@ class _Loads:
         self.order: dict[tuple[str, int], list[tuple[_Stack, int]]] = {}
         self.hooked: dict[int, dict[object, dict[str, Sequence[Any]]]] = {}
         self.cancelled: frozenset[int] = frozenset()
+        self.in_use: InUse | None = None
 
 
 class ModelsInUse:
@@ -212,9 +235,9 @@ class ModelsInUse:
             if all(patch in use.cancelled for use in uses if patch in use.patches)
         )
         kept = self._kept.of_prompt(prompt, {node_id: [uses] for node_id, uses in now.items()})
-        return InUse(
-            at, _without_forgotten({**{node_id: uses for node_id, _, uses in kept}, **now}, prompt.graph)
-        )
+        by_node = {**{node_id: uses for node_id, _, uses in kept}, **now}
+        loads.in_use = InUse(at, _without_forgotten(by_node, prompt))
+        return loads.in_use
 
     def _use(
         self,
@@ -235,7 +258,7 @@ class ModelsInUse:
             hooked, states = mapping(patcher, "hook_patches"), [forced]
         if not any(ref in hooked for state in states for ref, _ in state):
             cancelled = self._cancelled_on(stack, patcher)
-            return Use(stack.model, stack.patches, cancelled, stack.skipped, stack.changes)
+            return Use(stack.model, stack.patches, cancelled, dict(stack.doubted), stack.changes)
         here = [_hooked_in(state, hooked) for state in states]
         patches = stack.patches.union(*(_identities(one) for one in here))
         if len(here) > _MOST_STATES or patcher is None:
@@ -255,10 +278,10 @@ class ModelsInUse:
         return self._cancelled[stack]
 
 
-def _without_forgotten(by_node: Mapping[str, Uses], graph: Mapping[str, Any]) -> dict[str, Uses]:
-    """The same, where nothing counts of what a node sampled that goes to samplers alone which begin from noise."""
+def _without_forgotten(by_node: Mapping[str, Uses], prompt: PromptRecording) -> dict[str, Uses]:
+    """See `without_forgotten`, which this asks of what was kept too."""
     sampled = {node_id: uses.sampled for node_id, uses in by_node.items() if uses.sampled is not None}
-    left = without_forgotten(sampled, graph)
+    left = without_forgotten(sampled, prompt)
     return {node_id: uses._replace(sampled=left.get(node_id)) for node_id, uses in by_node.items()}
 
 
@@ -268,13 +291,21 @@ def _has_text_encoder(loaded: Iterable[Callable[[], Any] | None]) -> bool:
 
 def _stack_of(patcher: Any) -> _Stack:
     mark = getattr(patcher, "patches_uuid", None)
-    on_layers = getattr(patcher, "patches", None) or {} if getattr(patcher, "is_clip", False) else {}
-    skipped = _identities_in(held for key, held in on_layers.items() if is_skipped(patcher, key))
+    held = mapping(patcher, "patches")
+    doubts = {key: doubt for key in held if (doubt := doubt_of(patcher, key)) is not None}
+    doubted = frozenset((one, doubt) for key, doubt in doubts.items() for one in _identities_in([held[key]]))
     changes = frozenset(changes_of(patcher))
-    return _Stack(id(patcher.model), frozenset(patches_of(patcher)), mark, frozenset(skipped), changes)
+    return _Stack(id(patcher.model), frozenset(patches_of(patcher)), mark, doubted, changes)
 
 
-def is_skipped(patcher: Any, key: str) -> bool:
+def doubt_of(patcher: Any, key: str) -> str | None:
+    """Why a change of a weight may do nothing where it is; None: nothing is known that stands against it."""
+    if getattr(patcher, "is_clip", False):
+        return SKIPPED if _is_skipped(patcher, key) else None
+    return BESIDE_ZERO if _is_beside_zero(patcher, key) else None
+
+
+def _is_skipped(patcher: Any, key: str) -> bool:
     """Whether a weight lies in a layer after the one that a text encoder is told to take the text from: clip skip.
 
     The pooled output, which some models use, is taken from the last layer all the same.
@@ -285,6 +316,36 @@ def is_skipped(patcher: Any, key: str) -> bool:
     if layer is None or taken is None or count is None or attribute(encoder, "layer") != "hidden":
         return False
     return int(layer[1]) > (taken + count if taken < 0 else taken)
+
+
+def _is_beside_zero(patcher: Any, key: str) -> bool:
+    """Whether a weight of an attention has another beside it that is multiplied with 0, or may have by a function on the attention."""
+    found = _PROJECTION.fullmatch(key)
+    if found is None:
+        return False
+    held = getattr(patcher, "patches", None) or {}
+    others = (f"{found['attention']}.to_{part}.weight" for part in _FACTORS[found["part"]])
+    options = lookup(lookup(attribute(patcher, "model_options"), "transformer_options"), "patches")
+    functions = (lookup(options, f"{found['kind']}_{kind}") for kind in ("patch", "output_patch"))
+    return any(_is_multiplied_away(held.get(other, ())) for other in others) or any(
+        _holds_zero(function) for group in functions for function in sequence(group)
+    )
+
+
+def _is_multiplied_away(patches: Sequence[Any]) -> bool:
+    """Whether patches multiply a weight with 0, and add nothing to it."""
+    for strength, _, before, *_ in reversed(patches):
+        if not _is_zero(strength):
+            return False
+        if _is_zero(before):
+            return True
+    return False
+
+
+def _holds_zero(function: object) -> bool:
+    """Whether a function was made with the number 0.0, such as to multiply with it."""
+    cells = (attribute(cell, "cell_contents") for cell in sequence(attribute(function, "__closure__")))
+    return any(isinstance(value, float) and value == 0 for value in cells)
 
 
 def _loaded_over(prompt: PromptRecording, loads: _Loads) -> set[tuple[str, _Stack]]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from sigmascope.checkpoints.tensor_dumps import TensorDumps, flatten
 from sigmascope.files import atomic_path
 from sigmascope.integrations.comfyui import session
-from sigmascope.integrations.comfyui.lora import in_words, judge, path_of, without_loras
+from sigmascope.integrations.comfyui.lora import in_words, judge, without_loras
+from sigmascope.integrations.comfyui.lora_names import path_of
 from sigmascope.integrations.comfyui.posted_graph import links_of
 from sigmascope.integrations.comfyui.recording import COMFYUI
 from sigmascope.probes.reading import describe
