@@ -552,6 +552,20 @@ def test_a_hook_whose_node_was_kept_did_in_this_prompt_what_its_samplers_do_in_i
 
 
 @pytest.mark.parametrize("kind", ["model", "text"])
+def test_a_hook_whose_sampler_was_kept_acts_as_far_as_its_latent_is_used_now(
+    watch: Watch, sampling: Host, kind: str
+) -> None:
+    nodes_of_graph = hook_graph(1.0, negative=False) if kind == "model" else text_hook_graph()
+    watched = watch()
+    for prompt_id, share, acts in ("a", 0.5, True), ("b", 0.0, None), ("c", 1.0, True):
+        mix = node("Mix", a=["9", 0], b=["3", 0], share=share)
+        more = {"20": mix, "21": sampler("5", "5", latent_image=["20", 0])}
+        run = watched.run({**nodes_of_graph, **more}, prompt_id)
+        verdict = verdict_of(run, "7" if kind == "model" else "2")
+        assert verdict["effective"] is acts
+
+
+@pytest.mark.parametrize("kind", ["model", "text"])
 def test_of_a_hook_that_the_second_of_two_samplers_takes_and_fails_nobody_knows_what_it_does(
     watch: Watch, sampling: Host, kind: str
 ) -> None:

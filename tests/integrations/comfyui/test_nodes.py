@@ -436,7 +436,7 @@ def test_a_lora_that_a_text_names_for_other_programs_is_said_to_do_nothing(
         get_filename_list=lambda _kind: known,
     )
     monkeypatch.setitem(sys.modules, "folder_paths", folders)
-    encoder = type("Encoder", (Node,), {"__module__": module})
+    encoder = type("Encoder", (Node,), {"RELATIVE_PYTHON_MODULE": module})
     host.nodes["Encode"] = encoder(("CONDITIONING",), lambda **_: ([[torch.ones(1, 2, 8), {}]],))
     host.nodes["Lora"] = Node(("MODEL",), lambda model, lora_name: (object(),))
     graph = {"1": GRAPH["1"], "3": {"class_type": "Encode", "inputs": {"clip": ["1", 0], "text": text}}}

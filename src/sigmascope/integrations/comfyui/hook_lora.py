@@ -111,12 +111,11 @@ class _Known(NamedTuple):
     def beside(self, earlier: "_Known", is_text: bool, counts: bool | None) -> "_Known":
         """With what it did to a part in an earlier prompt, of a node that was kept; `counts`: whether that counts in this one."""
         part, acts = earlier.parts[is_text], self.verdict["effective"]
-        does = part.effective if counts else part.effective and counts
-        if does is False or (does is None and acts):
+        if part.effective is False or counts is False:
             return self
-        if does is None:
-            reason = part.reason or _CHANGED_AFTER
-            return self._replace(verdict={**self.verdict, "effective": None, "reason": reason})
+        if part.effective is None or counts is None:
+            reason = part.reason or (_CHANGED_AFTER if is_text else LOST)
+            return self if acts else _Known({**self.verdict, "effective": None, "reason": reason}, self.parts)
         names = part.names | self.names() if acts else part.names
         why = earlier.verdict["why"] if earlier.verdict["effective"] else None
         verdict = {**self.verdict, "effective": True, "reason": None, "why": why}
@@ -305,7 +304,7 @@ class HookLora(Instrument):
             user = signature_of(prompt.graph, follower, signatures)
             for is_text in (False, True):
                 if (earlier := self._did.get((own, one.name, user, is_text))) is not None:
-                    counts = _text_counts([user], prompt) if is_text else True
+                    counts = _text_counts([user], prompt) if is_text else _weighed(one.hook, prompt, follower)
                     known = known.beside(earlier, is_text, counts)
         return known.verdict
 
@@ -414,9 +413,14 @@ def _left_of(
     return left, _AGAINST_MODEL if changed and not left else None
 
 
-def _weighed(hook: object, prompt: PromptRecording) -> bool | None:
-    """Whether a conditioning with a hook had any weight in a step, also where none was seen; None: that is not known."""
-    states = [one for sampled in samplings_of(prompt) for one in sampled.states.items()]
+def _weighed(hook: object, prompt: PromptRecording, node_id: str | None = None) -> bool | None:
+    """Whether a conditioning with a hook had any weight in a step, also where none was seen; None: that is not known.
+
+    Of one node, or of all.
+    """
+    samplings = samplings_of(prompt)
+    of = samplings.values() if node_id is None else [samplings[node_id]] if node_id in samplings else ()
+    states = [one for sampled in of for one in sampled.states.items()]
     weights = [has_weight for hooks, has_weight in states if any(ref is hook for ref, _ in hooks)]
     return True if True in weights or not weights else None if None in weights else False
 
@@ -430,7 +434,7 @@ def _with(hook: object, prompt: PromptRecording) -> list[Sampled]:
     """The samplings with a conditioning that has a hook."""
     return [
         sampled
-        for sampled in samplings_of(prompt)
+        for sampled in samplings_of(prompt).values()
         if any(ref is hook for state in sampled.states for ref, _ in state)
     ]
 
@@ -446,7 +450,7 @@ def _text_used(encoders: Iterable[str], prompt: PromptRecording) -> bool | None:
 
 def _text_counts(signatures: Sequence[str], prompt: PromptRecording) -> bool | None:
     """The same, by the signatures of the nodes, also of those that ComfyUI kept."""
-    answers = [one.holds(signatures) for one in samplings_of(prompt)]
+    answers = [one.holds(signatures) for one in samplings_of(prompt).values()]
     if not answers:
         return not makes_no_step(prompt)
     return True if True in answers else None if None in answers else False
@@ -455,7 +459,7 @@ def _text_counts(signatures: Sequence[str], prompt: PromptRecording) -> bool | N
 def _without_weight(hook: object, prompt: PromptRecording) -> frozenset[_Group]:
     """The groups of which no conditioning had any weight; without those of a hook, if that holds for each of these."""
     weights: dict[_Group, bool] = {}
-    for sampled in samplings_of(prompt):
+    for sampled in samplings_of(prompt).values():
         for state, has_weight in sampled.states.items():
             group = frozenset(ref for ref, _ in state)
             weights[group] = weights.get(group, False) or has_weight is not False

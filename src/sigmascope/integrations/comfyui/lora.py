@@ -589,7 +589,7 @@ def _told_of(
     is_left_out = is_all and (loaded > 0 or _is_given_back(_models_of(given, gave)))
     for name in missing:
         yield name, _not_acting(_NOT_FOUND) if is_left_out else _not_acting(_MAY_BE_ELSEWHERE, None)
-    is_own = type(obj).__module__.partition(".")[0] in ("nodes", "comfy_extras")
+    is_own = getattr(obj, "RELATIVE_PYTHON_MODULE", "nodes").partition(".")[0] in ("nodes", "comfy_extras")
     if is_own and "CONDITIONING" in gave and LORA not in node.facts:
         yield from ((name, _not_acting(_WORDS_ALONE)) for name in tags_in([*given.values()]))
 

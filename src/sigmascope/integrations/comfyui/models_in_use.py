@@ -129,13 +129,12 @@ def cancelled_in(prompt: PromptRecording) -> frozenset[int]:
     return prompt.until_the_end(_NAME, _Loads).cancelled
 
 
-def samplings_of(prompt: PromptRecording) -> Sequence[Sampled]:
-    """With what the prompt's nodes made their steps, now or when ComfyUI kept what they gave, once its models are known."""
+def samplings_of(prompt: PromptRecording) -> Mapping[str, Sampled]:
+    """With what each node made its steps, now or when ComfyUI kept what it gave, once the prompt's models are known."""
     in_use = prompt.until_the_end(_NAME, _Loads).in_use
-    known = (
-        sampled_in(prompt).values() if in_use is None else [one.sampled for one in in_use.by_node.values()]
-    )
-    return [one for one in known if one is not None]
+    if in_use is None:
+        return sampled_in(prompt)
+    return {node_id: one.sampled for node_id, one in in_use.by_node.items() if one.sampled is not None}
 
 
 def makes_no_step(prompt: PromptRecording) -> bool:
