@@ -18,6 +18,7 @@ from tests.integrations.comfyui.host import Host, Node, latent
 from tests.integrations.comfyui.test_hook_lora import Merging
 from tests.integrations.comfyui.test_nodes import nodes
 
+from sigmascope.integrations.comfyui import hook_lora
 from sigmascope.integrations.comfyui.models_in_use import _cancelled_in
 
 Graph = dict[str, dict[str, Any]]
@@ -563,6 +564,34 @@ def test_a_hook_whose_sampler_was_kept_acts_as_far_as_its_latent_is_used_now(
         run = watched.run({**nodes_of_graph, **more}, prompt_id)
         verdict = verdict_of(run, "7" if kind == "model" else "2")
         assert verdict["effective"] is acts
+
+
+@pytest.mark.parametrize(
+    ("is_read", "acts", "says"),
+    [
+        pytest.param(True, False, "its schedule has strength 0", id="off by its schedule"),
+        pytest.param(False, None, "cannot be compared", id="weights that are not read"),
+    ],
+)
+def test_of_a_hook_of_which_all_was_kept_is_said_what_was_said_when_it_ran(
+    watch: Watch, sampling: Host, monkeypatch: pytest.MonkeyPatch, is_read: bool, acts: bool | None, says: str
+) -> None:
+    if not is_read:
+        monkeypatch.setattr(hook_lora, "_is_changed", lambda *_, **__: None)
+    make = sampling.nodes["Hook"].run
+
+    def make_hook(**given: Any) -> Any:
+        (group,) = make(**given)
+        group.hooks[0].strength = float(not is_read)
+        return (group,)
+
+    sampling.nodes["Hook"] = Node(("HOOKS",), make_hook)
+    nodes_of_graph = hook_graph(1.0, negative=False)
+    watched = watch()
+    first, again = (verdict_of(watched.run(nodes_of_graph, prompt_id), "7") for prompt_id in ("a", "b"))
+    assert first["effective"] is again["effective"] is acts
+    assert says in first["says"]
+    assert (first["why"], first["reason"]) == (again["why"], again["reason"])
 
 
 @pytest.mark.parametrize("kind", ["model", "text"])

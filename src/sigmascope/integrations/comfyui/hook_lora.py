@@ -111,11 +111,14 @@ class _Known(NamedTuple):
     def beside(self, earlier: "_Known", is_text: bool, counts: bool | None) -> "_Known":
         """With what it did to a part in an earlier prompt, of a node that was kept; `counts`: whether that counts in this one."""
         part, acts = earlier.parts[is_text], self.verdict["effective"]
+        if part.effective is False and not self.parts and earlier.verdict["effective"] is False:
+            return _Known(earlier.verdict, {is_text: part})
         if part.effective is False or counts is False:
             return self
         if part.effective is None or counts is None:
             reason = part.reason or (_CHANGED_AFTER if is_text else LOST)
-            return self if acts else _Known({**self.verdict, "effective": None, "reason": reason}, self.parts)
+            verdict = {**self.verdict, "effective": None, "reason": reason, "modules_used": None, "why": None}
+            return self if acts else _Known(verdict, self.parts)
         names = part.names | self.names() if acts else part.names
         why = earlier.verdict["why"] if earlier.verdict["effective"] else None
         verdict = {**self.verdict, "effective": True, "reason": None, "why": why}
@@ -175,7 +178,7 @@ class _Seen:
         made: The LoRAs of its nodes.
         models: Those that got the hook: of the text encoder or not.
         looks: What became of each weight that it was merged into, by whether that is a text encoder's.
-        users: The nodes of the posted graph in which it was merged, likewise.
+        users: The nodes of the posted graph in which these got it, likewise.
     """
 
     def __init__(self) -> None:
@@ -213,12 +216,14 @@ class HookLora(Instrument):
         """A model that is about to sample, or to encode, gets the hooks of its conditioning."""
         prompt = self.prompt_here()
         if prompt is not None:
-            self._gets(call.get("self"), getattr(call.get("hooks"), "hooks", ()), self._seen_in(prompt))
+            self._gets(call.get("self"), getattr(call.get("hooks"), "hooks", ()), prompt)
 
-    def _gets(self, patcher: Any, hooks: Iterable[Any], seen: _Seen) -> None:
+    def _gets(self, patcher: Any, hooks: Iterable[Any], prompt: PromptRecording) -> None:
+        seen, user = self._seen_in(prompt), prompt.posted(self.node_here())
         if (known := weakly(patcher)) is not None:
             for hook in hooks:
                 seen.models.setdefault(hook.hook_ref, {})[bool(patcher.is_clip)] = known
+                seen.users.setdefault((hook.hook_ref, bool(patcher.is_clip)), set()).add(user)
 
     def _merged(self, call: Call, _known: None, _result: object, error: BaseException | None) -> None:
         """A weight was changed by the hooks that are in force now."""
@@ -230,7 +235,7 @@ class HookLora(Instrument):
         is_alone, seen = len(hooks) == 1, self._seen_in(prompt)
         group = frozenset(hook.hook_ref for hook in call.get("hooks").hooks)
         changed = attempt(lambda: _is_changed(patcher, key, is_alone=is_alone)).value
-        self._gets(patcher, hooks, seen)  # a CLIP that ComfyUI kept has them from an earlier prompt
+        self._gets(patcher, hooks, prompt)  # a CLIP that ComfyUI kept has them from an earlier prompt
         for hook in hooks:
             looks = seen.looks.setdefault((hook.hook_ref, bool(patcher.is_clip)), {})
             strength = number(attribute(hook, "strength"))
@@ -240,8 +245,6 @@ class HookLora(Instrument):
             )
             if looks[key].doubt != "":
                 looks[key].doubt = doubt_of(patcher, key) or ""
-            users = seen.users.setdefault((hook.hook_ref, bool(patcher.is_clip)), set())
-            users.add(prompt.posted(self.node_here()))
             if not patcher.is_clip:
                 hook_is_merged(prompt, patcher, hook.hook_ref, key, entries)
 
@@ -324,7 +327,7 @@ class HookLora(Instrument):
         models = {is_text: patcher() for is_text, patcher in known.items()}
         matching = match_file(one.path, models.get(False), models.get(True))
         if matching.value is None:
-            return _Known({**verdict, "effective": None, "reason": matching.reason})
+            return _open(verdict, matching.reason, models)
         names = names_of_all(models.get(False), models.get(True))
         parts: dict[bool, _Part] = {}
         used = frozenset[str]()
@@ -333,7 +336,7 @@ class HookLora(Instrument):
         for is_text, model in models.items():
             looks = seen.looks.get((one.hook, is_text), {})
             if any(look.is_unread for look in looks.values()):
-                return _Known({**verdict, "effective": None, "reason": _ELSEWHERE})
+                return _open(verdict, _ELSEWHERE, models)
             was_in_force = was_in_force or bool(looks)
             of_part = {hook: known for (hook, is_same), known in seen.looks.items() if is_same is is_text}
             left_out = frozenset[_Group]() if is_text else _without_weight(one.hook, prompt)
@@ -390,6 +393,11 @@ class HookLora(Instrument):
         verdict["modules_used"] = None if changes_weights and not count else count
         verdict["why"] = next(iter([*grave, *whys] if changes_weights else [*whys, *grave]), None)
         return _Known(verdict, parts)
+
+
+def _open(verdict: Mapping[str, Any], reason: str | None, parts: Iterable[bool]) -> _Known:
+    open_part = _Part(None, reason=reason)
+    return _Known({**verdict, "effective": None, "reason": reason}, dict.fromkeys(parts, open_part))
 
 
 def _modules_of(changed: set[str], layer_of: Callable[[str], str], modules: Iterable[Any]) -> frozenset[str]:
