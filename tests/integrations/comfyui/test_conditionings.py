@@ -552,17 +552,21 @@ def test_a_hook_whose_node_was_kept_did_in_this_prompt_what_its_samplers_do_in_i
         assert verdict_of(watched.run(one, prompt_id), name)["effective"] is acts, prompt_id
 
 
-@pytest.mark.parametrize("kind", ["model", "text"])
-def test_a_hook_whose_sampler_was_kept_acts_as_far_as_its_latent_is_used_now(
+@pytest.mark.parametrize("kind", ["model", "text", "hook", "text hook"])
+def test_a_lora_whose_sampler_was_kept_acts_as_far_as_its_latent_is_used_now(
     watch: Watch, sampling: Host, kind: str
 ) -> None:
-    nodes_of_graph = hook_graph(1.0, negative=False) if kind == "model" else text_hook_graph()
+    graphs = {
+        "model": hook_graph(0.0, plain=0.8),
+        "text": text_graph({}, "4"),
+        "hook": hook_graph(1.0, negative=False),
+        "text hook": text_hook_graph(),
+    }
     watched = watch()
-    for prompt_id, share, acts in ("a", 0.5, True), ("b", 0.0, None), ("c", 1.0, True):
+    for prompt_id, share, acts in ("a", 0.0, None), ("b", 0.5, True), ("c", 0.0, None), ("d", 1.0, True):
         mix = node("Mix", a=["9", 0], b=["3", 0], share=share)
         more = {"20": mix, "21": sampler("5", "5", latent_image=["20", 0])}
-        run = watched.run({**nodes_of_graph, **more}, prompt_id)
-        verdict = verdict_of(run, "7" if kind == "model" else "2")
+        verdict = verdict_of(watched.run({**graphs[kind], **more}, prompt_id), "7" if kind == "hook" else "2")
         assert verdict["effective"] is acts
 
 

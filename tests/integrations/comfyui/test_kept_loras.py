@@ -260,6 +260,14 @@ def test_it_is_open_whether_a_change_acts_beside_what_is_multiplied_with_0(
     assert (doubt_of(patcher, f"{ATTENTION}{part}.weight") is not None) is is_open
 
 
+@pytest.mark.parametrize(("part", "is_open"), [("q", True), ("v", False)])
+def test_so_it_is_in_a_text_encoder(part: str, is_open: bool) -> None:
+    """As CLIPAttentionMultiply multiplies keys with 0."""
+    layer = "clip_l.transformer.text_model.encoder.layers.3.self_attn."
+    patcher = SimpleNamespace(model=object(), is_clip=True, patches={f"{layer}k_proj.weight": [AWAY]})
+    assert (doubt_of(patcher, f"{layer}{part}_proj.weight") is not None) is is_open
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_the_lora_of_a_node_that_expands_into_its_loader_acts_as_far_as_its_model_is_used(
     watch: Watch, host_with_lora: Host, first: bool

@@ -410,6 +410,25 @@ def test_a_lora_that_a_loader_of_several_does_not_find_is_named(
         assert [one["effective"] for one in told] == [acts] * len(gone)
 
 
+@pytest.mark.parametrize(("gives_it_back", "told"), [(True, [("a.safetensors", False)]), (False, [])])
+def test_a_lora_that_a_loader_of_several_reads_nothing_of_does_nothing_where_it_gives_back_the_model(
+    watch: Watch,
+    host: Host,
+    monkeypatch: pytest.MonkeyPatch,
+    gives_it_back: bool,
+    told: list[tuple[str, bool]],
+) -> None:
+    """As with strength 0."""
+    folders = SimpleNamespace(
+        get_full_path=lambda _kind, name: f"/loras/{name}", get_filename_list=lambda _kind: []
+    )
+    monkeypatch.setitem(sys.modules, "folder_paths", folders)
+    host.nodes["Power"] = Node(("MODEL",), lambda model, **_: (model if gives_it_back else object(),))
+    run = watch().run({"1": GRAPH["1"], "2": power("a.safetensors")})
+    verdicts = nodes(run)["2"].facts.get("lora_verdicts", ())
+    assert [(one["lora"], one["effective"]) for one in verdicts] == told
+
+
 @pytest.mark.parametrize(
     ("text", "module", "loads", "named"),
     [

@@ -456,7 +456,7 @@ def sampled_in(prompt: PromptRecording) -> dict[str, Sampled]:
     """With what each node of the posted graph made its steps, with those that it expanded into. At the prompt's end: it waits."""
     seen = prompt.until_the_end(_NAME, _Seen)
     if seen.sampled is None:
-        seen.sampled = without_forgotten(_sampled(prompt, seen), prompt)
+        seen.sampled = _sampled(prompt, seen)
     return seen.sampled
 
 

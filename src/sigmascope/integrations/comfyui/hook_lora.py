@@ -87,7 +87,7 @@ class _Part(NamedTuple):
     """What a hook did to one part of the model.
 
     Attributes:
-        effective: Whether it changed weights of it, for steps or texts that count; None: that is not known, with the `reason`.
+        effective: Whether it changed weights of it; None: what it changed may do nothing, with the `reason`.
         names: The file's modules of which these weights are.
     """
 
@@ -101,8 +101,8 @@ class _Known(NamedTuple):
 
     Attributes:
         verdict: On its LoRA.
-        parts: By whether it is the text encoder, what it did to the parts of the model that got the hook. Of a text encoder
-            it is left open here whether a step counted the text.
+        parts: By whether it is the text encoder, what it did to the parts of the model that got the hook, whether or not
+            what these gave counted.
     """
 
     verdict: dict[str, Any]
@@ -111,10 +111,12 @@ class _Known(NamedTuple):
     def beside(self, earlier: "_Known", is_text: bool, counts: bool | None) -> "_Known":
         """With what it did to a part in an earlier prompt, of a node that was kept; `counts`: whether that counts in this one."""
         part, acts = earlier.parts[is_text], self.verdict["effective"]
-        if part.effective is False and not self.parts and earlier.verdict["effective"] is False:
-            return _Known(earlier.verdict, {is_text: part})
         if part.effective is False or counts is False:
-            return self
+            if self.parts:
+                return self
+            lost = {**self.verdict, "why": _NOT_COUNTED if is_text else _NO_WEIGHT}
+            verdict = earlier.verdict if earlier.verdict["effective"] is False else lost
+            return _Known(verdict, {is_text: part._replace(effective=False)})
         if part.effective is None or counts is None:
             reason = part.reason or (_CHANGED_AFTER if is_text else LOST)
             verdict = {**self.verdict, "effective": None, "reason": reason, "modules_used": None, "why": None}
@@ -342,7 +344,11 @@ class HookLora(Instrument):
             left_out = frozenset[_Group]() if is_text else _without_weight(one.hook, prompt)
             changed, why = _judged(one.hook, of_part, left_out, model)
             changed, lost = _left_of(changed, looks, prompt)
-            before, open_because = changed, None
+            open_because: str | None = None
+            doubts = [looks[key].doubt for key in changed]
+            doubt = doubts[0] if doubts and all(doubts) else None
+            names_here = _modules_of(changed, names[is_text], matching.value.matched)
+            parts[is_text] = _Part(None if doubt else bool(changed), names_here, doubt)
             if changed and lost is None:
                 users = seen.users.get((one.hook, is_text), set())
                 how = _text_used(users, prompt) if is_text else _weighed(one.hook, prompt)
@@ -354,18 +360,13 @@ class HookLora(Instrument):
                     lost = open_because
                 elif not how:
                     lost = _NOT_COUNTED if is_text else _why_no_weight(one.hook, prompt)
-                elif all(looks[key].doubt for key in changed):
-                    open_because = lost = next(looks[key].doubt for key in changed)
+                elif doubt:
+                    open_because = lost = doubt
                 changed = set() if lost else changed
             why = lost or why
             changes_weights = changes_weights or bool(changed)
             reason = reason or open_because
-            used |= _modules_of(changed, names[is_text], matching.value.matched)
-            weights = before if is_text else changed
-            acts = None if not weights and open_because else bool(weights)
-            parts[is_text] = _Part(
-                acts, _modules_of(weights, names[is_text], matching.value.matched), open_because
-            )
+            used |= names_here if changed else frozenset()
             whys |= {} if why is None else {why: None}
         count = len(used)
         of_host = [*file_findings(matching.value, None, "comfyui")]

@@ -107,6 +107,9 @@ _NOT_FOUND: Final = "ComfyUI finds no file of that name, so that the node left i
 _MAY_BE_ELSEWHERE: Final = (
     "ComfyUI finds no file of that name: whether the node found it elsewhere was not seen"
 )
+_NOT_READ: Final = (
+    "the node read no LoRA, and gave back the model that it was given, as where the strength is 0"
+)
 _WORDS_ALONE: Final = (
     "<lora:…> in a text loads nothing here: this node takes it as words, so put the LoRA on with a loader"
 )
@@ -585,10 +588,19 @@ def _told_of(
     read = {file["file"] for file in node.facts.get(FILES, ())}
     missing = missing_in(given) if gave.keys() & {"MODEL", "CLIP"} else []
     missing = [name for name in missing if PurePath(name).name not in read]
-    is_all = loaded == len({*names_in(given)} | {*names_read(node)})
-    is_left_out = is_all and (loaded > 0 or _is_given_back(_models_of(given, gave)))
+    is_all = loaded == 0 or loaded == len({*names_in(given)} | {*names_read(node)})
+    is_given_back = bool(gave.keys() & {"MODEL", "CLIP"}) and _is_given_back(_models_of(given, gave))
+    is_left_out = is_all and (loaded > 0 or is_given_back)
     for name in missing:
         yield name, _not_acting(_NOT_FOUND) if is_left_out else _not_acting(_MAY_BE_ELSEWHERE, None)
+    if (
+        is_given_back
+        and not read
+        and LORA not in node.facts
+        and given.keys().isdisjoint({"lora", "lora_name"})
+    ):
+        for name in names_in({key: value for key, value in given.items() if "lora" in key.lower()}):
+            yield name, _not_acting(_NOT_READ)
     is_own = getattr(obj, "RELATIVE_PYTHON_MODULE", "nodes").partition(".")[0] in ("nodes", "comfy_extras")
     if is_own and "CONDITIONING" in gave and LORA not in node.facts:
         yield from ((name, _not_acting(_WORDS_ALONE)) for name in tags_in([*given.values()]))

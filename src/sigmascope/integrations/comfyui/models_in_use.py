@@ -46,8 +46,9 @@ LOADED_OVER: Final = (
 SKIPPED: Final = "clip skip takes the text from before the layers that it changes: only the pooled output holds them, which may not be used"
 BESIDE_ZERO: Final = "another patch multiplies queries, keys, values or the output with 0 in each attention that it changes, which may leave nothing of it"
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
-_PROJECTION: Final = re.compile(r"(?P<attention>.+\.(?P<kind>attn[12]))\.to_(?P<part>q|k|v|out\.0)\.weight")
-_FACTORS: Final = {"q": ("k", "v", "out.0"), "k": ("q", "v", "out.0"), "v": ("out.0",), "out.0": ("v",)}
+_PROJECTIONS: Final = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "out_proj"))
+"""Names of an attention's queries, keys, values and output, in denoisers and in text encoders."""
+_FACTORS: Final = ((1, 2, 3), (0, 2, 3), (3,), (2,))
 """What a projection of an attention is multiplied with, later or before."""
 _Held = tuple[int, Any]
 """A patch with the identity that it has in the host."""
@@ -299,8 +300,8 @@ def _stack_of(patcher: Any) -> _Stack:
 
 def doubt_of(patcher: Any, key: str) -> str | None:
     """Why a change of a weight may do nothing where it is; None: nothing is known that stands against it."""
-    if getattr(patcher, "is_clip", False):
-        return SKIPPED if _is_skipped(patcher, key) else None
+    if getattr(patcher, "is_clip", False) and _is_skipped(patcher, key):
+        return SKIPPED
     return BESIDE_ZERO if _is_beside_zero(patcher, key) else None
 
 
@@ -319,13 +320,20 @@ def _is_skipped(patcher: Any, key: str) -> bool:
 
 def _is_beside_zero(patcher: Any, key: str) -> bool:
     """Whether a weight of an attention has another beside it that is multiplied with 0, or may have by a function on the attention."""
-    found = _PROJECTION.fullmatch(key)
-    if found is None:
+    found = [
+        (key.removesuffix(f"{name}.weight"), names, at)
+        for names in _PROJECTIONS
+        for at, name in enumerate(names)
+        if key.endswith(f".{name}.weight")
+    ]
+    if not found:
         return False
+    ((attention, names, at),) = found
     held = getattr(patcher, "patches", None) or {}
-    others = (f"{found['attention']}.to_{part}.weight" for part in _FACTORS[found["part"]])
+    others = (f"{attention}{names[other]}.weight" for other in _FACTORS[at])
     options = lookup(lookup(attribute(patcher, "model_options"), "transformer_options"), "patches")
-    functions = (lookup(options, f"{found['kind']}_{kind}") for kind in ("patch", "output_patch"))
+    kind = attention.rstrip(".").rpartition(".")[2]
+    functions = (lookup(options, f"{kind}_{what}") for what in ("patch", "output_patch"))
     return any(_is_multiplied_away(held.get(other, ())) for other in others) or any(
         _holds_zero(function) for group in functions for function in sequence(group)
     )
