@@ -194,6 +194,9 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         "Mix": Node(
             ("LATENT",), lambda a, b, share: ({"samples": share * a["samples"] + (1 - share) * b["samples"]},)
         ),
+        "Decode": Node(("IMAGE",), lambda x: (x["samples"].movedim(1, -1)[..., :3] + 2,)),
+        "Blend": Node(("IMAGE",), lambda a, b, share: (share * a + (1 - share) * b,)),
+        "Code": Node(("LATENT",), lambda x: ({"samples": torch.cat([x, x[..., :1]], -1).movedim(-1, 1)},)),
         "Hooks": Node(("HOOKS",), lambda a, b: (HookGroup(*a.hooks, *b.hooks),)),
         "Hook": Node(("HOOKS",), make_hook),
         "Sampler": Node(("LATENT",), sample),
@@ -550,6 +553,20 @@ def test_a_hook_whose_node_was_kept_did_in_this_prompt_what_its_samplers_do_in_i
         ("e", nodes_of_graph, True),
     ):  # fmt: skip
         assert verdict_of(watched.run(one, prompt_id), name)["effective"] is acts, prompt_id
+
+
+@pytest.mark.parametrize(("share", "acts"), [(0.5, True), (0.0, None)])
+def test_so_it_is_where_a_blend_of_pictures_leaves_nothing(
+    watch: Watch, sampling: Host, share: float, acts: bool | None
+) -> None:
+    more = {
+        "20": node("Decode", x=["9", 0]),
+        "21": node("Decode", x=["3", 0]),
+        "22": node("Blend", a=["20", 0], b=["21", 0], share=share),
+        "23": node("Code", x=["22", 0]),
+        "24": sampler("5", "5", latent_image=["23", 0]),
+    }
+    assert verdict_of(watch().run({**hook_graph(0.0, plain=0.8), **more}))["effective"] is acts
 
 
 @pytest.mark.parametrize("kind", ["model", "text", "hook", "text hook"])

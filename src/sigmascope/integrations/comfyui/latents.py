@@ -1,11 +1,11 @@
-"""The instrument that finds nodes of which nothing of a latent that they are given may be left in what they give.
+"""The instrument that finds nodes of which nothing of a latent or picture that they are given may be left in what they give.
 
 As in a blend with factor 1, or a latent multiplied with 0: what such a node gives is all of one value, or another one of its
-inputs. Both are queued on the tensor's own device, and read at the prompt's end. What was found of a node whose output ComfyUI
-kept is kept too.
+inputs. Both are queued on the tensor's own device, and read at the prompt's end; of pictures, which are large, the second alone.
+What was found of a node whose output ComfyUI kept is kept too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ class Latents(Instrument):
     """Wraps `execution.get_output_data`."""
 
     name = _NAME
-    gives = "which nodes leave nothing of a latent"
+    gives = "which nodes leave nothing of a latent or picture"
     needs = (output_data("obj", "input_data_all"),)
 
     def put_on(self) -> None:
@@ -53,15 +53,14 @@ class Latents(Instrument):
             return
         kinds = map(str, getattr(call.get("obj"), "RETURN_TYPES", ()))
         made = [
-            first_of(values)
+            (kind, first_of(values))
             for kind, values in zip(kinds, result[0] or (), strict=False)
-            if kind == "LATENT" and isinstance(values, list) and len(values) == 1
+            if kind in ("LATENT", "IMAGE") and isinstance(values, list) and len(values) == 1
         ]
         if not made or node.is_sampler:
             return
-        gave = [lookup(one, "samples") for one in made]
-        links = dict(links_of(prompt.info(node.id)))
-        given = {name: lookup(first_of(inputs.get(name)), "samples") for name in links}
+        gave = [(_tensor_of(one), kind == "LATENT") for kind, one in made]
+        given = {name: _tensor_of(first_of(inputs.get(name))) for name, _ in links_of(prompt.info(node.id))}
         looks = attempt(partial(_looks, given, gave)).value
         if looks:
             prompt.until_the_end(_NAME, _Seen).looks[node.id] = looks
@@ -78,30 +77,47 @@ class Latents(Instrument):
 
 
 def lost_in(prompt: PromptRecording) -> Mapping[str, frozenset[str]]:
-    """By node, the inputs for latents of which nothing may be left in what it gives. At the prompt's end."""
+    """By node, the inputs of which nothing may be left in what it gives. At the prompt's end."""
     return prompt.until_the_end(_NAME, _Seen).lost
 
 
-def _looks(given: Mapping[str, Any], gave: list[Any]) -> dict[str, Tensor]:
-    """Whether nothing is left of each latent: what was given is all of one value, or another one than it."""
-    latents = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.numel()}
-    if not latents or not all(isinstance(one, Tensor) and one.numel() for one in gave):
+def _tensor_of(value: object) -> Tensor | None:
+    held = lookup(value, "samples") if isinstance(value, Mapping) else value
+    return held if isinstance(held, Tensor) and held.numel() else None
+
+
+def _looks(
+    given: Mapping[str, Tensor | None], gave: Sequence[tuple[Tensor | None, bool]]
+) -> dict[str, Tensor]:
+    """Whether nothing is left of each input: what was given is all of one value, or another one than it.
+
+    Args:
+        given: By input.
+        gave: Each output, and whether it is a latent.
+    """
+    known = {name: one for name, one in given.items() if one is not None}
+    made = [(one, is_latent) for one, is_latent in gave if one is not None]
+    if not known or len(made) < len(gave) or not (len(known) > 1 or any(is_latent for _, is_latent in made)):
         return {}
-    is_flat = [one.amin() == one.amax() for one in gave]
     found = {}
-    for name, own in latents.items():
-        others = [one for other, one in latents.items() if other != name]
+    is_flat = [one.amin() == one.amax() if is_latent else _never(one) for one, is_latent in made]
+    for name, own in known.items():
+        others = [one for other, one in known.items() if other != name]
         lost = [
             torch.stack([flat, *(_is_same(one, other) & ~_is_same(own, other) for other in others)]).any()
-            for one, flat in zip(gave, is_flat, strict=True)
+            for (one, _), flat in zip(made, is_flat, strict=True)
         ]
         found[name] = torch.stack(lost).all()
     return found
 
 
+def _never(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.bool, device=like.device)
+
+
 def _is_same(one: Tensor, other: Tensor) -> Tensor:
     if one.shape != other.shape or one.device != other.device:
-        return torch.zeros((), dtype=torch.bool, device=one.device)
+        return _never(one)
     return (one == other).all()
 
 
