@@ -73,7 +73,6 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
     )
     patchers.ModelPatcher = type("ModelPatcher", (ModelPatcher,), dict(vars(Merging)))
     marks = iter(range(1000))
-    kept: list[Any] = []
 
     def put_on(key: str) -> Any:
         def run(of: Any, lora_name: str, strength_model: float) -> Any:
@@ -153,11 +152,17 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         model.hook_backup, model.hook_patches = {}, {}
         return (latent(),)
 
-    def encode_hooked(clip: Any, hooks: Any, text: str) -> Any:
-        """As ComfyUI encodes with the hooks that are set on a text encoder."""
+    def set_hooks(clip: Any, hooks: Any) -> Any:
+        """As ComfyUI sets hooks on a text encoder, which gets them there."""
         hooked = clip.clone()
         hooked.is_clip = True
-        kept.append(hooked)
+        hooked.set_hooks = hooks
+        hooked.register_all_hook_patches(hooks, {})
+        return (hooked,)
+
+    def encode_hooked(clip: Any, text: str) -> Any:
+        """As ComfyUI encodes with the hooks that are set on a text encoder."""
+        hooked, hooks = clip, clip.set_hooks
         hooked.hook_patches = {hook.hook_ref: {CLIP_Q: [hook.entry]} for hook in hooks.hooks}
         hooked.register_all_hook_patches(hooks, {})
         combined = {CLIP_Q: [(hook.strength * hook.entry[0], hook.entry[1]) for hook in hooks.hooks]}
@@ -175,6 +180,7 @@ def sampling(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
         "Lora": Node(("MODEL",), lambda model, **more: put_on(Q)(model, **more)),
         "TextLora": Node(("CLIP",), lambda clip, **more: put_on(CLIP_Q)(clip, **more)),
         "Encode": Node(("CONDITIONING",), encode),
+        "SetHooks": Node(("CLIP",), set_hooks),
         "EncodeHooked": Node(("CONDITIONING",), encode_hooked),
         "EncodeZeros": Node(("CONDITIONING",), lambda clip, text: zeroed(encode(clip, text)[0])),
         "EncodeAndZero": Node(("CONDITIONING",), encode_and_zero),
@@ -508,8 +514,13 @@ def text_hook_graph() -> Graph:
     """A hook on the text encoder that "4" is encoded with; the sampler "9" takes that text."""
     nodes_of_graph = text_graph({}, "4")
     nodes_of_graph["2"] = node("Hook", lora_name="text.safetensors", strength_model=1.0)
-    nodes_of_graph["4"] = node("EncodeHooked", clip=["6", 0], hooks=["2", 0], text="a")
-    return nodes_of_graph
+    nodes_of_graph["4"] = node("EncodeHooked", clip=["8", 0], text="a")
+    return {
+        "6": node("Clip"),
+        "2": nodes_of_graph.pop("2"),
+        "8": node("SetHooks", clip=["6", 0], hooks=["2", 0]),
+        **nodes_of_graph,
+    }
 
 
 @pytest.mark.parametrize("kind", ["model", "text", "hook"])
@@ -567,6 +578,16 @@ def test_so_it_is_where_a_blend_of_pictures_leaves_nothing(
         "24": sampler("5", "5", latent_image=["23", 0]),
     }
     assert verdict_of(watch().run({**hook_graph(0.0, plain=0.8), **more}))["effective"] is acts
+
+
+def test_a_hook_on_a_text_encoder_does_nothing_where_the_noise_mask_leaves_nothing(
+    watch: Watch, sampling: Host
+) -> None:
+    nodes_of_graph = text_hook_graph()
+    watched = watch()
+    for prompt_id, weight, acts in ("a", 0.0, False), ("b", 1.0, True), ("c", 0.0, False):
+        nodes_of_graph["9"]["inputs"]["noise_mask"] = MASK * weight
+        assert verdict_of(watched.run(nodes_of_graph, prompt_id))["effective"] is acts
 
 
 @pytest.mark.parametrize("kind", ["model", "text", "hook", "text hook"])

@@ -181,6 +181,7 @@ class _Seen:
         models: Those that got the hook: of the text encoder or not.
         looks: What became of each weight that it was merged into, by whether that is a text encoder's.
         users: The nodes of the posted graph in which these got it, likewise.
+        encoders: Those in which it was merged into a text encoder.
     """
 
     def __init__(self) -> None:
@@ -188,6 +189,7 @@ class _Seen:
         self.models: dict[object, dict[bool, Callable[[], Any]]] = {}
         self.looks: dict[tuple[object, bool], dict[str, _Look]] = {}
         self.users: dict[tuple[object, bool], set[str]] = {}
+        self.encoders: dict[object, set[str]] = {}
 
 
 class HookLora(Instrument):
@@ -247,7 +249,9 @@ class HookLora(Instrument):
             )
             if looks[key].doubt != "":
                 looks[key].doubt = doubt_of(patcher, key) or ""
-            if not patcher.is_clip:
+            if patcher.is_clip:
+                seen.encoders.setdefault(hook.hook_ref, set()).add(prompt.posted(self.node_here()))
+            else:
                 hook_is_merged(prompt, patcher, hook.hook_ref, key, entries)
 
     def _outputs(self, call: Call, _known: None, result: Any, error: BaseException | None) -> None:
@@ -350,9 +354,10 @@ class HookLora(Instrument):
             names_here = _modules_of(changed, names[is_text], matching.value.matched)
             parts[is_text] = _Part(None if doubt else bool(changed), names_here, doubt)
             if changed and lost is None:
-                users = seen.users.get((one.hook, is_text), set())
-                how = _text_used(users, prompt) if is_text else _weighed(one.hook, prompt)
-                if failed and not _made_steps(prompt, None if is_text else users):
+                users = None if is_text else seen.users.get((one.hook, False), set())
+                encoders = seen.encoders.get(one.hook, ())
+                how = _text_used(encoders, prompt) if is_text else _weighed(one.hook, prompt)
+                if failed and not _made_steps(prompt, users):
                     open_because = lost = _ENDED
                 elif how is None:
                     is_lost = not is_text and all(sampled.may_be_lost for sampled in _with(one.hook, prompt))
