@@ -460,6 +460,45 @@ def test_of_two_loaders_that_bypass_the_weights_the_second_replaces_the_first(
     assert "a loader after it replaces it" in first["says"]
 
 
+@pytest.mark.parametrize(("before", "acts"), [(0.0, None), (0.5, True)])
+def test_it_is_open_whether_a_lora_beside_the_weights_acts_where_another_patch_multiplies_some_with_0(
+    watch: Watch, host_with_lora: Host, before: float, acts: bool | None
+) -> None:
+    layer = Q.removesuffix(".weight")
+
+    def bypass(model: Any, lora_name: str) -> Any:
+        changed = model.clone()
+        hook = BypassForwardHook(model.model.get_submodule(layer), lora_adapter(), 0.5)
+        changed.injections = {"bypass_lora": BypassInjectionManager(hook).create_injections()}
+        return (changed,)
+
+    def multiply(model: Any, before: float) -> Any:
+        changed = model.clone()
+        changed.injections = dict(model.injections)
+        changed.add_patches({f"{layer.removesuffix('q')}out.weight": (None,)}, 0.0, before)
+        return (changed,)
+
+    def sample(model: Any, **_: Any) -> Any:
+        management = host_with_lora.module("comfy.model_management")
+        management.load_models_gpu([model])
+        management.current_loaded_models = [SimpleNamespace(model=model)]
+        model.injections["bypass_lora"][0].inject(model)
+        return (latent(),)
+
+    host_with_lora.nodes |= {
+        "Bypass": Node(("MODEL",), bypass),
+        "Multiply": Node(("MODEL",), multiply),
+        "Sampler": Node(("LATENT",), sample),
+    }
+    nodes_of_graph = graph(
+        "4", {"4": {"class_type": "Multiply", "inputs": {"model": ["2", 0], "before": before}}}
+    )
+    nodes_of_graph["2"]["class_type"] = "Bypass"
+    (verdict,) = nodes(watch().run(nodes_of_graph))["2"].facts["lora_verdicts"]
+    assert verdict["effective"] is acts
+    assert ("multiplies queries" in verdict["says"]) is (acts is None)
+
+
 def loader_of(model: str, strength: float) -> dict[str, Any]:
     inputs = {"model": [model, 0], "lora_name": "style.safetensors", "strength_model": strength}
     return {"class_type": "Lora", "inputs": inputs}

@@ -293,9 +293,11 @@ def _stack_of(patcher: Any) -> _Stack:
     mark = getattr(patcher, "patches_uuid", None)
     held = mapping(patcher, "patches")
     doubts = {key: doubt for key in held if (doubt := doubt_of(patcher, key)) is not None}
-    doubted = frozenset((one, doubt) for key, doubt in doubts.items() for one in _identities_in([held[key]]))
+    doubted = {(one, doubt) for key, doubt in doubts.items() for one in _identities_in([held[key]])}
+    if any(map(_is_multiplied_away, held.values())):  # it is not known here which weights adapters lie beside
+        doubted |= {(one, BESIDE_ZERO) for one in bypasses_of(patcher)}
     changes = frozenset(changes_of(patcher))
-    return _Stack(id(patcher.model), frozenset(patches_of(patcher)), mark, doubted, changes)
+    return _Stack(id(patcher.model), frozenset(patches_of(patcher)), mark, frozenset(doubted), changes)
 
 
 def doubt_of(patcher: Any, key: str) -> str | None:
