@@ -216,7 +216,7 @@ def test_a_lora_is_said_to_act_where_the_latent_is_another_one_without_it(
     told = verdicts_of(server.run(latent_of(nodes)))
     bare = saved(server, without(nodes, *acts))
     moved = float((saved(server, nodes) - bare).norm() / bare.norm())
-    assert {name: told[name]["effective"] for name in acts} == acts
+    assert {name: told[name]["effective"] for name in acts} == acts, told
     assert (moved > 2e-4) is any(acts.values())
 
 
