@@ -26,7 +26,29 @@ TAKE_OUT: Final = frozenset({"unfuse_lora", "unmerge_adapter"})
 """Methods that take LoRAs out of the weights again."""
 SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})
 """Kinds of changes that are nothing at strength 0: a DoRA's magnitudes act then too."""
+OF_SETTING: Final = frozenset(
+    {
+        "lora_alpha_zero",
+        "lora_bypassed",
+        "lora_cancelled",
+        "lora_disabled",
+        "lora_in_base",
+        "lora_is_zero",
+        "lora_not_active",
+        "lora_opposite",
+        "lora_others_merged",
+        "lora_strength_zero",
+    }
+)
+"""Findings on how LoRAs are set: a later call that they still hold for has the same."""
 OF_ENCODERS: Final = "text encoders"
+MERGED_BEFORE: Final = "merged_before"
+"""The fact of a change or a call: that something was merged before the watch of which nobody knows what is left, in a sentence."""
+
+
+def acts_at(strength: float | None, kind: object) -> bool:
+    """Whether a change of a kind is something at a strength."""
+    return bool(strength) or kind not in SCALED
 
 
 def sides_of(analysis: Mapping[str, Any]) -> list[Mapping[str, Any]]:

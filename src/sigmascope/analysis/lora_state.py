@@ -9,8 +9,10 @@ from sigmascope.analysis.lora_facts import (
     FACT,
     IDLE,
     LAZY,
+    MERGED_BEFORE,
     MERGING,
     OF_ENCODERS,
+    OF_SETTING,
     TAKE_OFF,
     acting_in,
     is_same,
@@ -27,6 +29,7 @@ from sigmascope.analysis.lora_in_weights import (
     is_in_weights,
     left_in_weights,
     may_be_left,
+    saw_merging,
 )
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import GENERATION
@@ -40,21 +43,6 @@ _REASONS: Final = frozenset({"lora_unreadable", "lora_matches_nothing"})
 """Findings on a file that say why a loader refuses it; so does one with a `cause` in its evidence."""
 _SPOILS: Final = frozenset({"lora_not_finite", "lora_without_values", "weights_not_finite"})
 """The findings on changes and weights of which everything that they touch becomes NaN."""
-_STATES_OF_CALLS: Final = frozenset(
-    {
-        "lora_alpha_zero",
-        "lora_bypassed",
-        "lora_cancelled",
-        "lora_disabled",
-        "lora_in_base",
-        "lora_is_zero",
-        "lora_not_active",
-        "lora_opposite",
-        "lora_others_merged",
-        "lora_strength_zero",
-    }
-)
-"""Findings on how LoRAs are set: a later call that they still hold for has the same."""
 MERGED_AT_ZERO: Final = "lora_merged_at_zero"
 """What is open for who sees a call alone: a change that was watched tells what was merged."""
 _FUSED_BEFORE: Final = "lora_fused_before"
@@ -157,9 +145,15 @@ def _open_change(run: Run) -> str | None:
 
 
 def _fused_before(run: Run) -> str | None:
-    """That nobody knows whether a LoRA acts which the pipeline of a call listed as fused."""
-    told = next((one for stage in run.walk() if (one := _lists_fused(stage))), None)
-    return None if told is None else str(told["message"])
+    """That nobody knows whether a LoRA acts which was fused before the watch."""
+    listed = (one.get("message") for stage in run.walk() if (one := _lists_fused(stage)))
+    said = (stage.facts.get(MERGED_BEFORE) for stage in run.walk())
+    return next((str(one) for one in (*listed, *said) if one is not None), None)
+
+
+def _is_open_what_is_in_weights(run: Run) -> bool:
+    """Whether nobody knows what is in the weights: it was fused before the watch, and nothing inside it."""
+    return _fused_before(run) is not None and not saw_merging(run)
 
 
 def _lists_fused(call: Stage) -> Mapping[str, Any] | None:
@@ -174,6 +168,8 @@ def idle_lora(run: Run) -> str | None:
     idle = _idle_finding(run)
     if idle:
         return str(idle["message"])
+    if _fused_before(run) is not None:
+        return None
     if (lost := _lost_in_merging(run)) is not None:
         return lost[1]
     if (elsewhere := next((seen.message for seen in lora_elsewhere(run)), None)) is not None:
@@ -239,7 +235,9 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
         analysis = stage.facts.get(FACT)
         if stage.facts.get(_AFTER_STEP):
             continue  # of the steps before it says nothing
-        if isinstance(analysis, Mapping):
+        if MERGED_BEFORE in stage.facts and not _stands_whatever_was_merged(stage):
+            idle, is_over = {}, True
+        elif isinstance(analysis, Mapping):
             found = analysis.get("findings")
             told = map(mapping, found if isinstance(found, list | tuple) else ())
             new = next((finding for finding in told if finding.get("id") == UNTRAINED), {})
@@ -248,7 +246,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
             elif _is_idle(analysis):
                 idle = _cause(analysis.get("findings"))
                 totals = {side.get("total_patched_keys") for side in sides_of(analysis)}
-                is_over = totals - {None} == {0} or idle.get("id") in _STATES_OF_CALLS
+                is_over = totals - {None} == {0} or idle.get("id") in OF_SETTING
                 only_on = stage.facts.get(ONLY_ON)
             elif _is_change(analysis):
                 idle = {}
@@ -265,6 +263,12 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
         elif (is_over and _active_beside(None, stage)) or (only_on and _active_beside(only_on, stage)):
             idle = {}
     return idle
+
+
+def _stands_whatever_was_merged(stage: Stage) -> bool:
+    """Whether a call says of LoRAs by their names that they hold nothing but zeros."""
+    told = idle_in_call(stage)
+    return bool(told) and all(one.get("id") in (IS_ZERO, UNTRAINED, "lora_alpha_zero") for one in told)
 
 
 def merged_at_zero(run: Run) -> Mapping[str, Any]:
@@ -467,8 +471,9 @@ def _acting_standing(run: Run) -> LoraStanding | None:
         return _as_arrived(
             _said(sorted(of_prompt, key=lambda one: one.get("effective") is not True)), arrives
         )
+    may_be_in_weights = not _is_open_what_is_in_weights(run)
     if stage is None:
-        left = left_in_weights(run)
+        left = left_in_weights(run) if may_be_in_weights else []
         says = _in_weights(left) if left else _on_before(run)
         return None if says is None else _as_arrived(says, arrives)
     last = mapping(stage.facts.get(FACT))
@@ -482,7 +487,7 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     changed |= method in TAKE_OFF and not method.startswith(MERGING)  # widened layers get their shape back
     is_on = any(acting_in(patches) for _, _, patches in sides) and not _is_off_since(run, stage)
     others = _on_other_side(run, stage)
-    left = left_in_weights(run)
+    left = left_in_weights(run) if may_be_in_weights else []
     if left and changed and (not is_on or _is_idle_since(run, stage)):
         return _as_arrived(_in_weights(left), arrives)
     if not is_on and changed:
@@ -616,6 +621,8 @@ def _in_last_call(run: Run, change: Stage | None = None) -> str | None:
         return None
     last = calls[-1]
     loras = _active_beside(only_on, last)
+    if _is_open_what_is_in_weights(run):
+        loras = {name: lora for name, lora in loras.items() if lora["active"] != lora.get("merged", 0)}
     # The look at them is there, and found none that does nothing; it may have failed, or not be over.
     if not loras or last.error is not None or IDLE_LORAS not in last.facts or idle_in_call(last):
         return None
@@ -806,7 +813,7 @@ def _taken_off(run: Run, change: Stage) -> LoraStanding | None:
     """That calls ran after the last change took LoRAs off, if any did."""
     calls, _ = _calls_after(run, change)
     method = change.facts.get("method")
-    if not calls or method not in TAKE_OFF:
+    if not calls or method not in TAKE_OFF or _fused_before(run) is not None:
         return None
     says = f"No LoRA acts: {method} took off what was on, before the last call."
     return LoraStanding("taken off", says, is_well=None)

@@ -378,8 +378,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_fused_before": VerdictRow(
         "info",
-        "Whether the LoRA acts is unknown: {fused}, no layer has it merged, and weights do not tell what was "
-        "fused into them.",
+        "Whether the LoRA acts is unknown: {fused}, and weights do not tell what was fused into them.",
         "Keep what is fused loaded, and fuse inside the watch. To run the model without the LoRA, load the model again.",
     ),
     "lora_off_in_base": VerdictRow(

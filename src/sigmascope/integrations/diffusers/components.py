@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Final, Literal
 
 from torch import Tensor, nn
 
-from sigmascope.analysis.lora_facts import TAKE_OFF, WEIGHTS_BEFORE, WEIGHTS_LEFT
+from sigmascope.analysis.lora_facts import MERGED_BEFORE, OF_SETTING, TAKE_OFF, WEIGHTS_BEFORE, WEIGHTS_LEFT
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
-from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae, listed_as_fused
+from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae, listed_as_fused, may_stay_in
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
     end_complete_denoising,
@@ -351,6 +351,7 @@ class LoraObserver(Observer):
         roles = {name: component.role for name, component in parts.facts.components.items()}
         known = ((name, part) for name, part in parts.components.items() if name in roles)
         models = [(model, name) for name, part in known for model in _taking_adapters(part)]
+        self.session.merged_before.see(parts.pipeline)
         for model, name in models:
             for itself in (unwrap(model) or model, _inside_peft(model)):
                 self._models.put(itself, (name, roles[name]))
@@ -523,6 +524,15 @@ class LoraObserver(Observer):
             component=self._component(target),
             lora_path=path,
         )
+        if open_in := self.session.merged_before.open_in(target):
+            model, _ = self._models.get(target) or (None, None)
+            may_stay = may_stay_in([model or name for name in open_in])
+            stage.fact(MERGED_BEFORE, may_stay["message"])
+            if analysis["effective"] is False:
+                analysis["findings"] = [
+                    may_stay,
+                    *(f for f in analysis["findings"] if f["id"] not in OF_SETTING),
+                ]
         stage.fact(LORA_STAGE, in_short(analysis))
         publication(self.session.recorder, stage)()
 

@@ -228,7 +228,11 @@ def _active_on(component: str, loras: Loras) -> Loras:
 
 
 def begin_idle_lora_findings(
-    pipeline: object, loras: Loras, seen: SeenInCall, scales: Mapping[str, tuple[str, float]]
+    pipeline: object,
+    loras: Loras,
+    seen: SeenInCall,
+    scales: Mapping[str, tuple[str, float]],
+    are_others_in_weights: bool = False,
 ) -> Pending[list[dict[str, Any]]]:
     """Why the LoRAs of a call do nothing, where none of them acts, or why that is not known.
 
@@ -240,6 +244,7 @@ def begin_idle_lora_findings(
         loras: As `loras_of` gives them now.
         seen: Of the call, which is over.
         scales: What it multiplies them by, as `scales_of_call` gives it.
+        are_others_in_weights: Whether it is known already that others may be in the weights: then each is named.
     """
     changes = [change for change in seen.changes if change.after_step]
     if changes:
@@ -294,7 +299,7 @@ def begin_idle_lora_findings(
     waits = _begin_idle_left_out(left_out, parts, patches, on, seen) if left_out else None
     spoilt = None if running else _begin_spoilt_at_zero(at_work)
     merged = {name.partition(".")[2] for name, lora in loras.items() if lora.get("merged")}
-    are_others_in_weights = bool(listed_as_fused(pipeline) - merged)
+    are_others_in_weights = are_others_in_weights or bool(listed_as_fused(pipeline) - merged)
 
     def tell() -> list[dict[str, Any]]:
         of_running = [] if runs is None else runs.result()
@@ -313,34 +318,54 @@ def begin_idle_lora_findings(
     return Pending(tell, [begun for begun in (runs, waits, spoilt) if begun is not None])
 
 
-def fused_and_gone(
-    pipeline: object, loras: Loras, is_heard: bool, is_fusing_heard: bool, fused_here: Collection[str]
+def with_fused_and_gone(
+    found: list[dict[str, Any]],
+    pipeline: object,
+    loras: Loras,
+    merged_before: Collection[str],
+    *,
+    is_heard: bool,
+    is_fusing_heard: bool,
+    fused_here: Collection[str],
 ) -> list[dict[str, Any]]:
-    """That LoRAs were fused which no layer has merged, where none acts: the weights do not tell of them.
+    """Why the LoRAs of a call do nothing, with those that were fused and which no layer has merged: the weights do not tell of them.
 
     Args:
+        found: As `begin_idle_lora_findings` found it. Of the same LoRA both cannot be said.
         pipeline: What was called.
         loras: As `loras_of` gives them now.
+        merged_before: The components of which nobody knows what is left that was merged into them before the watch.
         is_heard: Whether LoRAs were changed in the watch: that tells what became of the last one.
         is_fusing_heard: Whether some were fused in it: that tells with which strength. Of those that were fused before, and are
             no longer merged, nobody knows whether all was taken out.
         fused_here: The names of those that this pipeline fused in it.
     """
-    if (is_heard and not loras) or any(lora["active"] for lora in loras.values()):
-        return []
+    is_active = any(lora["active"] for lora in loras.values())
     known = {name.partition(".")[2] for name, lora in loras.items() if is_fusing_heard or lora.get("merged")}
     gone = sorted(listed_as_fused(pipeline) - known - {*fused_here})
-    elsewhere = [] if gone or is_heard else _fused_elsewhere(pipeline, loras)
-    if not gone and not elsewhere:
-        return []
+    is_told = is_active or (is_heard and not loras)
+    if gone and not is_told:
+        said = f"the pipeline lists {' and '.join(gone)} as fused, no layer has it merged"
+        return [*found, _fused_before(said, len(gone))]
+    with_layers = {component_of(name) for name in loras} & {*merged_before}
+    if with_layers and not {one["id"] for one in found} <= _WHATEVER_WAS_MERGED:
+        return [may_stay_in(sorted(with_layers))]
+    elsewhere = [] if is_told or is_heard else _fused_elsewhere(pipeline, loras)
+    if elsewhere:
+        called = f"other code than this pipeline called fuse_lora on {' and '.join(elsewhere)}"
+        return [*found, _fused_before(f"{called}, no layer has it merged", None)]
+    return found
+
+
+def may_stay_in(components: Sequence[str]) -> dict[str, Any]:
+    """That nobody knows what is in the weights of these components which was merged into them before the watch."""
+    return _fused_before(f"a LoRA was merged into {' and '.join(components)} before the watch began", None)
+
+
+def _fused_before(said: str, count: int | None) -> dict[str, Any]:
     from sigmascope.lora.verdict import verdict_finding
 
-    said = (
-        f"the pipeline lists {' and '.join(gone)} as fused"
-        if gone
-        else f"other code than this pipeline called fuse_lora on {' and '.join(elsewhere)}"
-    )
-    return [asdict(verdict_finding(FUSED_BEFORE, {"loras": len(gone) or None}, fused=said))]
+    return asdict(verdict_finding(FUSED_BEFORE, {"loras": count}, fused=said))
 
 
 def listed_as_fused(pipeline: object) -> set[str]:
@@ -725,6 +750,10 @@ def _remember_acting(apart: Pending[tuple[object, ...] | None]) -> None:
 
 
 FUSED_BEFORE: Final = "lora_fused_before"
+_WHATEVER_WAS_MERGED: Final = frozenset(
+    {"lora_alpha_zero", "lora_is_zero", "lora_merged_at_zero", "lora_untrained"}
+)
+"""The findings that stand whatever was merged before, and the one that says it itself."""
 _ON_LATE: Final = "lora_on_late_layers"
 """The finding that a LoRA is on layers of a text encoder alone that pipelines may leave out."""
 _UNKNOWN: Final = "lora_encoder_not_run"

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
+from sigmascope.analysis.lora_facts import MERGED_BEFORE
 from sigmascope.integrations.diffusers.arguments import (
     Given,
     call_facts,
@@ -34,8 +35,9 @@ from sigmascope.integrations.diffusers.idle_loras import (
     SeenInCall,
     begin_idle_lora_findings,
     component_of,
-    fused_and_gone,
+    may_stay_in,
     scales_of_call,
+    with_fused_and_gone,
 )
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
 from sigmascope.integrations.diffusers.recipe import (
@@ -233,7 +235,9 @@ class CallObserver(Observer):
         drawn = read("watch.recipe", lambda: _drawn_from(global_states, arguments))
         recipe |= {} if drawn is None else {"global_states": drawn}
         recipe |= {"not_looked_at": given.not_looked_at} if given.not_looked_at else {}
-        idle = read("watch.lora", lambda: _begin_look_at_loras(pipeline, loras or {}, seen_in_call))
+        merged_before = read("watch.lora", lambda: self.session.merged_before.open_in(pipeline)) or []
+        look = partial(_begin_look_at_loras, pipeline, loras or {}, seen_in_call, bool(merged_before))
+        idle = read("watch.lora", look)
         contents = [
             *tensors.values(),
             *(models or {}).values(),
@@ -255,9 +259,17 @@ class CallObserver(Observer):
             found = idle.result() if idle is not None and idle.has_arrived() else None
             if found is not None:
                 here = {name for owner, name in self.session.fused_here if owner == id(pipeline)}
-                heard = self.session.heard_loras, self.session.heard_fusing, here
-                fused = read("watch.lora", lambda: fused_and_gone(pipeline, loras or {}, *heard))
-                found = found + (fused or [])
+                add = partial(
+                    with_fused_and_gone,
+                    found,
+                    is_heard=self.session.heard_loras,
+                    is_fusing_heard=self.session.heard_fusing,
+                    fused_here=here,
+                )
+                fused = read("watch.lora", lambda: add(pipeline, loras or {}, merged_before))
+                found = found if fused is None else fused
+            if merged_before and loras:
+                stage.fact(MERGED_BEFORE, may_stay_in(merged_before)["message"])
             if found or (loras and found is not None):
                 stage.fact(IDLE_LORAS, found)
 
@@ -293,12 +305,12 @@ class CallObserver(Observer):
 
 
 def _begin_look_at_loras(
-    pipeline: object, loras: Mapping[str, dict[str, Any]], seen: SeenInCall
+    pipeline: object, loras: Mapping[str, dict[str, Any]], seen: SeenInCall, are_others_in_weights: bool
 ) -> Pending[list[dict[str, Any]]]:
     """Note with the LoRAs of a call what scales them, and begin to find out why they do nothing, if they do."""
     scales = scales_of_call(pipeline, seen) if loras else {}
     _note_scales(loras, scales)
-    return begin_idle_lora_findings(pipeline, loras, seen, scales)
+    return begin_idle_lora_findings(pipeline, loras, seen, scales, are_others_in_weights)
 
 
 def _note_scales(loras: Mapping[str, dict[str, Any]], scales: Mapping[str, tuple[str, float]]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sigmascope.analysis.memory import with_owners
 from sigmascope.integrations.diffusers.denoising import Denoising
+from sigmascope.integrations.diffusers.merged_before import MergedBefore
 from sigmascope.integrations.imports import when_loaded
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.hooks import (
@@ -93,6 +94,7 @@ class Session:
         self.has_stages = False
         self.heard_loras = self.heard_fusing = False
         self.fused_here: set[tuple[int, str]] = set()
+        self.merged_before = MergedBefore()
         self._load: Load | None = None
         self._own_time = OwnTime(self.recorder.clock)
 

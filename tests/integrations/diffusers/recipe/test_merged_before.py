@@ -1,0 +1,112 @@
+"""What was merged before a watch is never called nothing, unless it holds nothing but zeros; held to the model's pictures."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from peft import LoKrConfig, LoraConfig, OFTConfig
+from tests.families import generate, make_pipeline
+from tests.families.loras import lora_state
+
+import sigmascope
+from sigmascope.analysis.lora_state import standing
+
+pytestmark = pytest.mark.slow
+Act = Callable[[Any], None]
+ON: Final = ["to_q", "to_k"]
+CONFIGS: Final[dict[str, Callable[[], Any]]] = {
+    "lora": lambda: LoraConfig(r=2, target_modules=ON, init_lora_weights=False),
+    "dora": lambda: LoraConfig(r=2, target_modules=ON, init_lora_weights=False, use_dora=True),
+    "lokr": lambda: LoKrConfig(r=2, target_modules=ON, init_weights=False),
+    "oft": lambda: OFTConfig(r=0, oft_block_size=4, target_modules=ON, init_weights=False),
+    "zeros": lambda: LoraConfig(r=2, target_modules=ON),
+}
+ACTS: Final[dict[str, Act]] = {
+    "fuse": lambda unet: unet.fuse_lora(),
+    "fuse at 0": lambda unet: unet.fuse_lora(0.0),
+    "unfuse": lambda unet: unet.unfuse_lora(),
+    "set 0": lambda unet: unet.set_adapters(["a"], [0.0]),
+    "set 0.5": lambda unet: unet.set_adapters(["a"], [0.5]),
+    "set 1": lambda unet: unet.set_adapters(["a"], [1.0]),
+    "disable": lambda unet: unet.disable_lora(),
+    "delete": lambda unet: unet.delete_adapters("a"),
+}
+WATCH: Final = "|"
+LEFT: Final = (
+    "fuse, set 0, unfuse, |",
+    "fuse, |, set 0, unfuse",
+    "fuse, set 0, |, unfuse",
+    "fuse, set 0.5, unfuse, set 0, |",
+    "fuse, set 0.5, unfuse, disable, |",
+    "fuse, set 0.5, disable, |",
+    "fuse, set 0, unfuse, |, set 1, set 0",
+    "fuse, set 0.5, unfuse, |, delete",
+    "fuse, |, set 0, unfuse, fuse",
+)
+"""Programs that leave a part of what was merged in the weights, and nothing that acts beside them."""
+
+
+def words_of(kind: str, program: str) -> tuple[str | None, bool]:
+    """What the run says of its LoRAs, and whether the picture moved by more than rounding."""
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    torch.manual_seed(3)
+    pipeline.unet.add_adapter(CONFIGS[kind](), "a")
+    before, inside = ([*filter(None, part.split(", "))] for part in program.split(WATCH))
+    for act in before:
+        ACTS[act](pipeline.unet)
+    with sigmascope.watch(pipeline) as watching:
+        for act in (part.strip(", ") for part in inside):
+            if act:
+                ACTS[act](pipeline.unet)
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    found = standing(watching.record())
+    return found and found.words, not torch.allclose(picture, bare, atol=1e-5)
+
+
+@pytest.mark.parametrize("program", LEFT)
+def test_a_part_that_stays_of_what_was_merged_before_the_watch_is_not_called_nothing(program: str) -> None:
+    assert words_of("lora", program) == ("unknown", True)
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+@pytest.mark.parametrize("program", ["fuse, set 0.5, unfuse, disable, |", "fuse, set 0, unfuse, |, disable"])
+def test_so_it_is_of_other_kinds(kind: str, program: str) -> None:
+    assert words_of(kind, program) == ("unknown", True)
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["fuse at 0, |", "fuse at 0, |, set 1, delete", "fuse at 0, |, set 1", "fuse, unfuse, set 0, |"],
+)
+def test_what_may_have_been_merged_at_0_before_the_watch_is_open(program: str) -> None:
+    assert words_of("lokr", program) == ("unknown", False)
+
+
+@pytest.mark.parametrize("program", ["fuse, |", "fuse, |, delete", "|, fuse, set 0, unfuse"])
+def test_what_the_books_tell_is_said(program: str) -> None:
+    words, moved = words_of("lora", program)
+    assert (words, moved) == ("acts", True)
+
+
+@pytest.mark.parametrize("program", ["fuse, |", "fuse, unfuse, |", "fuse, set 0.5, |, unfuse"])
+def test_of_a_lora_of_zeros_it_is_known_whatever_became_of_it(program: str) -> None:
+    assert words_of("zeros", program) == ("does nothing", False)
+
+
+def test_a_pipeline_that_fused_in_its_text_encoder_leaves_it_open() -> None:
+    """Text encoders keep no mark of a fusing: the pipeline does."""
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.load_lora_weights(lora_state(pipeline, ["text_encoder"], size=0.3), adapter_name="a")
+    pipeline.fuse_lora(components=["text_encoder"])
+    pipeline.set_adapters("a", 0.0)
+    pipeline.unfuse_lora(components=["text_encoder"])
+    with sigmascope.watch(pipeline) as watching:
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.allclose(picture, bare, atol=1e-5)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "unknown"
+    assert "merged into text_encoder before the watch began" in found.says
