@@ -41,6 +41,8 @@ OF_SETTING: Final = frozenset(
     }
 )
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
+ZEROS: Final = frozenset({"lora_alpha_zero", "lora_is_zero", "lora_untrained"})
+"""Findings that a LoRA holds nothing but zeros: they stand whatever else is in the weights."""
 OF_ENCODERS: Final = "text encoders"
 MERGED_BEFORE: Final = "merged_before"
 """The fact of a change or a call: that something was merged before the watch of which nobody knows what is left, in a sentence."""

@@ -13,6 +13,7 @@ from sigmascope.analysis.lora_facts import (
     TAKE_OUT,
     WEIGHTS_BEFORE,
     WEIGHTS_LEFT,
+    ZEROS,
     is_same,
     loras_in_call,
     mapping,
@@ -29,12 +30,13 @@ def saw_merging(run: Run) -> bool:
     return any(method.startswith(MERGING) and acting_in_weights(mapping(one)) for one, method in changes)
 
 
-def acting_in_weights(analysis: Mapping[str, Any]) -> list[bool]:
-    """Of each LoRA that a change put into the weights, whether its strength, or its kind, lets it act there."""
+def acting_in_weights(analysis: Mapping[str, Any], *, by_kind: bool = True) -> list[bool]:
+    """Of each LoRA that a change put into the weights, whether its strength, or its kind too, lets it act there."""
     loras = (mapping(lora) for side in sides_of(analysis) for lora in mapping(side.get("loras")).values())
     merged = (lora for lora in loras if "merged" in mapping(lora.get("states")))
     return [
-        any(range_of(lora.get("strengths")) or ()) or not mapping(lora.get("adapter_types")).keys() <= SCALED
+        any(range_of(lora.get("strengths")) or ())
+        or (by_kind and not mapping(lora.get("adapter_types")).keys() <= SCALED)
         for lora in merged
     ]
 
@@ -169,8 +171,18 @@ def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
     if change.facts.get("method") not in TAKE_OFF or not left or _merged_zeros(before, side):
         return False
     merging = [stage for stage in before if str(stage.facts.get("method")).startswith(MERGING)]
-    merged = acting_in_weights(mapping(merging[-1].facts.get(FACT))) if merging else []
-    return any(merged or left)  # where merging was seen, what was set since takes nothing out
+    last = mapping(merging[-1].facts.get(FACT)) if merging else {}
+    merged = acting_in_weights(last, by_kind=False)
+    is_of_kind = any(acting_in_weights(last)) and (not any(merged) or _is_of_zeros(last))
+    return any(
+        left if is_of_kind else merged or left
+    )  # where merging was seen, what was set since takes nothing out
+
+
+def _is_of_zeros(analysis: Mapping[str, Any]) -> bool:
+    """Whether a change found out that the LoRAs on the models change nothing, since they hold nothing but zeros."""
+    told = map(mapping, analysis.get("findings") or ())
+    return analysis.get("effective") is False and any(one.get("id") in ZEROS for one in told)
 
 
 def _merged_zeros(stages: Sequence[Stage], side: str) -> bool:

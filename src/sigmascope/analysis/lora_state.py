@@ -14,6 +14,7 @@ from sigmascope.analysis.lora_facts import (
     OF_ENCODERS,
     OF_SETTING,
     TAKE_OFF,
+    ZEROS,
     acting_in,
     is_same,
     loras_in_call,
@@ -56,6 +57,7 @@ OPEN_VERDICTS: Final = frozenset(
         "lora_in_embeddings",
         _FUSED_BEFORE,
         "lora_in_base",
+        "lora_magnitudes_unknown",
         "lora_may_be_lost",
         MERGED_AT_ZERO,
         NOT_SEEN,
@@ -251,7 +253,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
             elif _is_change(analysis):
                 idle = {}
             if str(stage.facts.get("method")).startswith(MERGING):
-                merged = acting_in_weights(analysis)
+                merged = acting_in_weights(analysis, by_kind=False)
         elif merged and _cause(idle_in_call(stage)).get("id") == MERGED_AT_ZERO:
             if not any(merged):
                 idle, is_over = _at_zero(_cause(idle_in_call(stage))), True
@@ -268,7 +270,7 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
 def _stands_whatever_was_merged(stage: Stage) -> bool:
     """Whether a call says of LoRAs by their names that they hold nothing but zeros."""
     told = idle_in_call(stage)
-    return bool(told) and all(one.get("id") in (IS_ZERO, UNTRAINED, "lora_alpha_zero") for one in told)
+    return bool(told) and all(one.get("id") in ZEROS for one in told)
 
 
 def merged_at_zero(run: Run) -> Mapping[str, Any]:

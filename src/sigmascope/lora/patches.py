@@ -30,6 +30,7 @@ from sigmascope.lora.kinds.glora import glora_product
 from sigmascope.lora.kinds.oft import cayley, turned_rows
 from sigmascope.lora.linalg import as_float64, is_real
 from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.reading import attempt
 
 _PEFT_TYPE_MARK: Final = "peft."
 _ACTING_AT_STRENGTH_0: Final = frozenset({"set", "dora"})
@@ -90,7 +91,7 @@ def _why_idle(patch: AppliedPatch) -> str | None:
         return None
     if patch.state == "inactive":
         return f"inactive: {patch.state_reason}" if patch.state_reason else "inactive"
-    if patch.strength == 0.0 and patch.adapter_type not in _ACTING_AT_STRENGTH_0:
+    if patch.strength == 0.0 and (patch.adapter_type not in _ACTING_AT_STRENGTH_0 or keeps_norms(patch)):
         return "its strength is 0"
     return None
 
@@ -191,6 +192,32 @@ def _magnified_by_peft(patch: AppliedPatch, weight: Tensor, held: Tensor, change
     )
     result: Tensor = (weight + change) * (magnitude.reshape(shape) / norm) - weight
     return result
+
+
+def norms_of_dora(patch: AppliedPatch) -> Tensor | None:
+    """What the magnitudes of PEFT's DoRA are divided by where its factors add nothing, flat and in float64.
+
+    None where nobody kept it, or an accelerator would be waited for.
+    """
+    magnitude, norm, weight = (patch.tensors.get("dora_scale"), *map(patch.stored.get, ("norm", "weight")))
+    if magnitude is None or any(
+        part is not None and part.device.type != "cpu" for part in (magnitude, norm, weight)
+    ):
+        return None
+    with torch.no_grad():
+        if norm is None and weight is not None:
+            norm = _norms_along(as_float64(weight), 0 if magnitude.numel() == weight.shape[0] else 1)
+        return None if norm is None else as_float64(norm).flatten()
+
+
+def keeps_norms(patch: AppliedPatch) -> bool | None:
+    """Whether the magnitudes of PEFT's DoRA are these norms, but for rounding; None if that is not known."""
+    norm = attempt(lambda: norms_of_dora(patch)).value
+    if norm is None:
+        return None
+    magnitude = patch.tensors["dora_scale"].detach()
+    own, within = as_float64(magnitude).flatten(), 4 * torch.finfo(magnitude.dtype).eps
+    return own.shape == norm.shape and bool(((own - norm).abs() <= within * norm).all())
 
 
 def _norms_along(weight: Tensor, axis: int) -> Tensor:

@@ -280,6 +280,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "them if it was set after merging.",
         "Take it out of the weights: unfuse_lora in diffusers. Set strengths before you fuse, and fuse with no lora_scale of 0.",
     ),
+    "lora_magnitudes_unknown": VerdictRow(
+        "warning",
+        "Whether the LoRA acts is unknown: it is a DoRA whose factors add nothing to {weights}, and acts if its magnitudes are "
+        "others than the norms of the weights, which are not at hand.",
+        "Load it inside the watch.",
+    ),
     "lora_scaled_to_zero": VerdictRow(
         "warning",
         "The LoRA changes nothing in this call: {argument} is 0, for {weights}.",

@@ -60,7 +60,8 @@ class AppliedPatch:
             lokr: w1, w2, w1_a, w1_b, w2_a, w2_b, t2; glora: a1, a2, b1, b2; oft and boft: blocks, rescale;
             diff: diff; set: set; any but set: dora_scale. Shapes as the host has them, up (out, r[, …]) and
             down (r, in[, kh, kw]). Parts that are not there are left out.
-        stored: Of a kind of which `tensors` has nothing, its tensors under the names that files have for them.
+        stored: Of a kind of which `tensors` has nothing, its tensors under the names that files have for them. Of a DoRA
+            of PEFT's what its magnitudes are divided by: `norm`, kept of the weight that it was merged into, or of `weight`.
         host_names: What the host calls these tensors, where that is another name: up of PEFT's is lora_B.
         weight_shape: Of the weight that it is for; None if the model has none of that name.
         offset: (dimension, start, length) of the part of the weight that it changes; None: all of it.

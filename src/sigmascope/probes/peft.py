@@ -335,6 +335,15 @@ def stored_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
+def _stored_beside(change: "Change", layer: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """As `AppliedPatch.stored`."""
+    if change.kind != "dora":
+        return {} if change.tensors else stored_tensors(layer, adapter)
+    norm = (attribute(layer, "_caches") or {}).get(f"{adapter}-weight_norm")
+    weight = dict(own_parameters(bare(layer))).get(change.parameter)
+    return {"norm": norm} if isinstance(norm, Tensor) else {} if weight is None else {"weight": weight}
+
+
 def adapters_of(layer: nn.Module) -> list[str]:
     """The names of the adapters that a layer has."""
     names = _held(layer, "adapter_layer_names")
@@ -415,7 +424,7 @@ def _applied(
         alpha=scales.alpha,
         scale=scales.scale,
         tensors=change.tensors,
-        stored={} if change.tensors else stored_tensors(layer, adapter),
+        stored=_stored_beside(change, layer, adapter),
         host_names=change.host_names,
         weight_shape=shape,
         unavailable=unavailable,

@@ -24,6 +24,7 @@ from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.file_family import title_of
 from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.lora.norms_at_once import norms_at_once
+from sigmascope.lora.patches import keeps_norms
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
@@ -370,7 +371,8 @@ class ModelAnalysis:
     def left_in_weights(self) -> list[float]:
         """The strengths of changes that are no longer among those on the model, and were merged at the baseline or since.
 
-        Of kinds that a strength of 0 does not take away it is 1.
+        Of kinds that a strength of 0 does not take away it is 1; a DoRA of PEFT's whose factors add nothing, and whose magnitudes
+        are the weight's norms, has 0.
         """
         on = {(patch.key, patch.source) for patch in self.patches_on.patches}
         facts, changes = self.weights["weight_changes"], self.weights["keys_value_changed"]
@@ -378,7 +380,7 @@ class ModelAnalysis:
         written = {key for key, change in changes.items() if change["content_changed"]} - reshaped
         merged = (p for p in self.patches_before if p.state == "merged" or p.key in written)
         gone = [p for p in merged if (p.key, p.source) not in on]
-        return sorted({(p.strength or 0.0) if p.adapter_type in SCALED else 1.0 for p in gone})
+        return sorted({_strength_in_weight(patch) for patch in gone})
 
     @property
     def has_patches(self) -> bool:
@@ -393,6 +395,17 @@ class ModelAnalysis:
         empty = {patch.key for patch in self.patches_on.patches if patch.state_reason == NO_VALUES}
         spoilt = {key for key in empty if key in held and not held[key].is_meta}
         return not before.issuperset([*spoilt, *spoilt_weights(self.patches)])
+
+
+def _strength_in_weight(patch: AppliedPatch) -> float:
+    if patch.adapter_type in SCALED:
+        return patch.strength or 0.0
+    if patch.adapter_type != "dora" or not keeps_norms(patch):
+        return 1.0
+    adds_nothing = patch.strength == 0.0 or not all(
+        bool(patch.tensors[part].any()) for part in ("up", "down")
+    )
+    return 0.0 if adds_nothing else 1.0
 
 
 def _analyze_model(

@@ -16,7 +16,7 @@ from sigmascope.lora.effect import WEIGHT_NOT_FINITE
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file_verdict import LoraVerdict
 from sigmascope.lora.linalg import as_float64, root_sum_square
-from sigmascope.lora.patches import is_by_peft, sort_patches
+from sigmascope.lora.patches import is_by_peft, keeps_norms, sort_patches
 from sigmascope.lora.verdict import VERDICTS, is_opposed, is_without_values, opposed_finding, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
@@ -616,7 +616,10 @@ def _why_by_itself(
         return "lora_changes_failed", patch.state_reason
     if patch.scale == 0.0:
         return "lora_alpha_zero", ""
-    if zero_tensor is not None and patch.adapter_type in _PRODUCTS:
+    if patch.adapter_type == "dora" and not before.samples and (zero_tensor or patch.strength == 0.0):
+        return _why_by_magnitudes(patch, zero_tensor)
+    is_scaled = patch.adapter_type == "dora" and patch.key in acted and keeps_norms(patch) is False
+    if zero_tensor is not None and patch.adapter_type in _PRODUCTS and not is_scaled:
         return "lora_is_zero", zero_tensor
     is_replaced = patch.source in acted.get(patch.key, ())  # by what changes its weight alike
     if patch.cause is not None and not is_replaced:
@@ -636,6 +639,18 @@ def _why_by_itself(
         "lora_without_effect",
         f"{patch.state_reason or 'its state is not known'}, and the weight is as before",
     )
+
+
+def _why_by_magnitudes(patch: AppliedPatch, zero_tensor: str | None) -> tuple[str, str]:
+    """Of a DoRA without factors, or of strength 0, and without a baseline: what PEFT scales weights to decides."""
+    if patch.cause not in (None, "strength_zero"):
+        return f"lora_{patch.cause}", ""
+    is_nothing = keeps_norms(patch)
+    if not is_nothing:
+        return "lora_magnitudes_unknown" if is_nothing is None else "lora_without_effect", ""
+    if zero_tensor is not None:
+        return "lora_is_zero", zero_tensor
+    return MERGED_AT_ZERO if patch.state == "merged" else "lora_strength_zero", ""
 
 
 _PRODUCTS: Final = SCALED | {"dora"}

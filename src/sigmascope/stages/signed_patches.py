@@ -26,6 +26,7 @@ from sigmascope.lora.patches import (
     factors_of,
     is_product,
     needs_weight,
+    norms_of_dora,
     scale_of_patch,
     sort_patches,
     strength_of,
@@ -90,6 +91,9 @@ def keep_patches(
     found = iter(places_of(tensors))
     for patch in acting:
         places = dict(zip(patch.tensors, found, strict=False))  # as many of them as it has tensors
+        if "weight" in patch.stored:
+            norm = norms_of_dora(patch) if patch.strength == 0.0 else None
+            patch = replaced(patch, stored={} if norm is None else {"norm": norm})
         if patch.state == "merged" and patch.key in unmerged:
             patch = replaced(patch, state="registered")
         new = {place: patch.tensors[part] for part, place in places.items() if place not in copies}

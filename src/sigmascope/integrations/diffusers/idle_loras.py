@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from sigmascope.analysis.lora_facts import ZEROS
 from sigmascope.integrations.diffusers.arguments import given_embeddings, lora_scales
 from sigmascope.integrations.diffusers.control_nets import (
     CONTROL,
@@ -310,7 +311,7 @@ def begin_idle_lora_findings(
         if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
             return beside
         idle = [*of_running, *of_left_out, *([] if running else switched_off)]
-        is_open = (_UNKNOWN, _ON_LATE, IN_BASE, MERGED_AT_ZERO)
+        is_open = (_UNKNOWN, _ON_LATE, IN_BASE, MERGED_AT_ZERO, _MAGNITUDES)
         unknown = [change for change in idle if change.cause in is_open]
         found = idle_findings(unknown or idle, by_name=are_others_in_weights)
         return [asdict(finding) for finding in found]
@@ -750,12 +751,11 @@ def _remember_acting(apart: Pending[tuple[object, ...] | None]) -> None:
 
 
 FUSED_BEFORE: Final = "lora_fused_before"
-_WHATEVER_WAS_MERGED: Final = frozenset(
-    {"lora_alpha_zero", "lora_is_zero", "lora_merged_at_zero", "lora_untrained"}
-)
+_WHATEVER_WAS_MERGED: Final = ZEROS | {"lora_merged_at_zero"}
 """The findings that stand whatever was merged before, and the one that says it itself."""
 _ON_LATE: Final = "lora_on_late_layers"
 """The finding that a LoRA is on layers of a text encoder alone that pipelines may leave out."""
+_MAGNITUDES: Final = "lora_magnitudes_unknown"
 _UNKNOWN: Final = "lora_encoder_not_run"
 """The finding that a LoRA on a text encoder may act through embeddings that were made elsewhere."""
 _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})

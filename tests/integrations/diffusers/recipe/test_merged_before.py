@@ -8,6 +8,7 @@ import torch
 from peft import LoKrConfig, LoraConfig, OFTConfig
 from tests.families import generate, make_pipeline
 from tests.families.loras import lora_state
+from torch import Tensor
 
 import sigmascope
 from sigmascope.analysis.lora_state import standing
@@ -110,3 +111,46 @@ def test_a_pipeline_that_fused_in_its_text_encoder_leaves_it_open() -> None:
     assert found is not None
     assert found.words == "unknown"
     assert "merged into text_encoder before the watch began" in found.says
+
+
+def dora(pipeline: Any, share: float, factors: float) -> dict[str, Tensor]:
+    """A DoRA with magnitudes of this share of the weights' norms, and with the second factors multiplied."""
+    state = {
+        name: tensor * (factors if ".lora_B" in name else 1.0)
+        for name, tensor in lora_state(pipeline, ["unet"], size=0.3, only="to_q").items()
+    }
+    for name in [name for name in state if ".lora_A" in name]:
+        module = name.removesuffix(".lora_A.weight")
+        weight = pipeline.unet.get_submodule(module.removeprefix("unet.")).weight
+        state[f"{module}.lora_magnitude_vector"] = torch.linalg.norm(weight.detach(), dim=1) * share
+    return state
+
+
+@pytest.mark.parametrize(
+    "program", ["|", "|, set 0", "set 0, |", "fuse at 0, |", "|, fuse at 0", "fuse at 0, |, delete"]
+)
+@pytest.mark.parametrize(("share", "factors"), [(1.2, 0.0), (1.0, 0.0), (1.0, 1.0), (1.2, 1.0)])
+def test_whether_a_dora_that_adds_nothing_acts_is_told_by_its_magnitudes(
+    program: str, share: float, factors: float
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    state = dora(pipeline, share, factors)
+    before, inside = ([*filter(None, part.strip(", ").split(", "))] for part in program.split(WATCH))
+    if before:
+        pipeline.load_lora_weights(state, adapter_name="a")
+    for act in before:
+        ACTS[act](pipeline.unet)
+    with sigmascope.watch(pipeline) as watching:
+        if not before:
+            pipeline.load_lora_weights(state, adapter_name="a")
+        for act in inside:
+            ACTS[act](pipeline.unet)
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    moved = not torch.allclose(picture, bare, atol=1e-5)
+    found = standing(watching.record())
+    assert moved is (share != 1.0 or (program == "|" and factors != 0.0))
+    words = found.words if found is not None else None
+    assert words in (("acts", "unknown") if moved else ("does nothing", "unknown", None))
+    if "fuse" not in program:
+        assert words == ("acts" if moved else "does nothing")
