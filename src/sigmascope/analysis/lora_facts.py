@@ -41,6 +41,8 @@ OF_SETTING: Final = frozenset(
     }
 )
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
+EXACT: Final = 1e-3
+"""The spread of a norm, as a share of it, up to which it is not called an estimate."""
 ZEROS: Final = frozenset({"lora_alpha_zero", "lora_is_zero", "lora_untrained"})
 """Findings that a LoRA holds nothing but zeros: they stand whatever else is in the weights."""
 OF_ENCODERS: Final = "text encoders"

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from sigmascope import units
 from sigmascope.analysis.lora_facts import (
+    EXACT,
     FACT,
     IDLE,
     LAZY,
@@ -238,7 +239,8 @@ def _idle_finding(run: Run) -> Mapping[str, Any]:
         if stage.facts.get(_AFTER_STEP):
             continue  # of the steps before it says nothing
         if MERGED_BEFORE in stage.facts and not _stands_whatever_was_merged(stage):
-            idle, is_over = {}, True
+            why = _cause(idle_in_call(stage))
+            idle, is_over = (why if why.get("id") in OPEN_VERDICTS else {}), True
         elif isinstance(analysis, Mapping):
             found = analysis.get("findings")
             told = map(mapping, found if isinstance(found, list | tuple) else ())
@@ -880,14 +882,24 @@ def _size(changes: Mapping[str, Any], patches: Mapping[str, Any], *, is_new: boo
     """
     acting = acting_in(patches)
     if not acting:  # what changed was put into the weights, unless it is a LoRA's that was beside them
-        return None if changes.get("predicted") else _percent(changes.get("relative_change"))
+        return None if changes.get("predicted") else _estimated(changes)
     shares = {name: _percent(lora.get("relative_change")) for name, lora in acting.items()}
     if len(shares) == 1:
         is_whole = {"delta_norm", "relative_change"}.isdisjoint(mapping(changes.get("unavailable")))
-        made = _percent(changes.get("relative_change")) if is_whole else None
+        made = _estimated(changes) if is_whole else None
         is_alone = is_new and len(mapping(patches.get("loras"))) == 1
         return next(iter(shares.values())) or (made if is_alone else None)
     return ", ".join(f"{share} ({name})" for name, share in shares.items() if share) or None
+
+
+def _estimated(changes: Mapping[str, Any]) -> str | None:
+    """‖ΔW‖ / ‖W‖ of a model, with its spread where it is estimated."""
+    share, spread = _percent(changes.get("relative_change")), changes.get("spread")
+    if share is None or not isinstance(spread, float) or spread < EXACT:
+        return share
+    return (
+        f"about {share} (estimated from a thousand elements of each weight, to {units.rough_percent(spread)})"
+    )
 
 
 def _percent(share: object) -> str | None:

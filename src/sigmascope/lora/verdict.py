@@ -589,6 +589,7 @@ MISMATCHES: Final[dict[Reason, VerdictRow]] = {
 ABSENCES: Final = {
     "no_weight": "the model has no weight for it",
     "no_change": "no LoRA is applied to {key}",
+    "rounding": "{key} changed by rounding alone: what was merged by hand was taken out again, or lost in it",
     "no_values": "the LoRA on {key} has no values",
     "not_finite": "it holds NaN or Inf, so whether it is there is unknown",
     "unread": "{key} has a change that cannot be read, so whether it is the file's is unknown",

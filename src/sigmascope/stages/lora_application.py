@@ -13,13 +13,13 @@ is None, with the reason in the `unavailable` beside it, even if reading the hos
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from rich.console import Console
 
-from sigmascope.analysis.lora_facts import SCALED
+from sigmascope.analysis.lora_facts import EXACT, SCALED
 from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.file_family import title_of
 from sigmascope.lora.file_verdict import LoraVerdict
@@ -59,6 +59,7 @@ from sigmascope.stages.lora_on_model import (
     match_file,
     names_of_all,
     patch_analysis,
+    patches_of_file,
     read_file,
     with_fused,
     with_relative_changes,
@@ -274,12 +275,13 @@ def analyze_lora_application_results(
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
     known = references_of(baseline, LoraReferences) or LoraReferences(measured.snapshot, None)
-    unet = _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot)
-    clip = _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot)
     path, verdict = known.lora_path, known.verdict
     path = lora_path if path is None else path
     if verdict.value is None:
         verdict = match_file(path, modified_unet, modified_clip)
+    of_file = _OfFile(path, verdict.value, modified_unet, modified_clip)
+    unet = _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot, of_file)
+    clip = _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot, of_file)
     applied = node_outputs(lora_result) is not None
     in_conditioning = has_hooks(node_outputs(lora_result))
     effective = _is_effective((unet, clip))
@@ -305,6 +307,7 @@ def analyze_lora_application_results(
                 host_of(modified_unet, modified_clip),
                 by_pipeline=hasattr(type(lora_result), "load_lora_weights") or error is not None,
                 was_on=any(model.weights["drift"]["keys"] for model in (unet, clip)),
+                by_hand=_is_written_by_hand(of_file, unet, clip),
             )
         ],
         effective,
@@ -408,8 +411,33 @@ def _strength_in_weight(patch: AppliedPatch) -> float:
     return 0.0 if adds_nothing else 1.0
 
 
+class _OfFile(NamedTuple):
+    """A LoRA's file, which weights its modules are for, and the models."""
+
+    path: object
+    verdict: LoraVerdict | None
+    unet: object
+    clip: object
+
+    def named(self, looks: BeforeAndAfter, side: str) -> dict[str, str]:
+        """The weights of one model whose content is another, by the names that the verdict has for them."""
+        changed = [*looks.samples_of_changed()] if self.verdict is not None else []
+        if not changed:
+            return {}
+        of_unet, of_clip = names_of_all(self.unet, self.clip)
+        name = of_unet if side == "unet" else of_clip
+        return {name(key): key for key in changed}
+
+    def changes_for(self, looks: BeforeAndAfter, side: str) -> dict[str, tuple[AppliedPatch, ...]]:
+        """What the file holds for these."""
+        named, weights = self.named(looks, side), looks.after.weights
+        shapes = {name: tuple(weights[key].shape) for name, key in named.items() if key in weights}
+        found = patches_of_file(self.path, self.verdict, shapes)
+        return {named[name]: patches for name, patches in found.items()}
+
+
 def _analyze_model(
-    baseline: object, name: str, model_type: str, model: object, now: MemorySnapshot
+    baseline: object, name: str, model_type: str, model: object, now: MemorySnapshot, of_file: _OfFile
 ) -> ModelAnalysis:
     """Compare one model with its own part of a baseline."""
     part = lookup(baseline, name)
@@ -418,6 +446,8 @@ def _analyze_model(
     )
     patches = read_model_patches(model, model_type)
     looks = look_again(before, model, model_type, patches)
+    changes = attempt(lambda: of_file.changes_for(looks, name)).value
+    looks = replace(looks, of_file=changes) if changes else looks
     with norms_at_once([patch] for patch in patches.patches if patch.state not in ("inactive", "failed")):
         begun = _begin_weight_changes(looks)
         described = _safe_patch_analysis(patches)
@@ -511,12 +541,31 @@ def _explain_fused_weights(
         for name, model in zip(names, (unet, clip), strict=True)
         for key, pair in model.looks.samples_of_changed().items()
     }
-    fused = with_fused(path, verdict.value, on_model.value, samples)
+    rounded = {
+        name(key)
+        for name, model in zip(names, (unet, clip), strict=True)
+        if not model.has_patches
+        for key in model.weights["drift"]["keys"]
+    }
+    fused = with_fused(path, verdict.value, on_model.value, samples, rounded)
     explained = {key for module in fused.there if module.state_reason == FUSED for key in module.keys}
     for name, model in zip(names, (unet, clip), strict=True):
         weights = model.weights
         weights["unexplained"] = [key for key in weights["unexplained"] if name(key) not in explained]
     return Reading(fused)
+
+
+def _is_written_by_hand(of_file: _OfFile, unet: ModelAnalysis, clip: ModelAnalysis) -> bool:
+    """Whether weights that a file is for hold something else, and no change is on the models: a program wrote to them."""
+    if of_file.verdict is None or unet.has_patches or clip.has_patches:
+        return False
+    sides = ((unet, "unet"), (clip, "clip"))
+    written = {
+        name
+        for model, side in sides
+        for name in attempt(lambda m=model, s=side: of_file.named(m.looks, s)).value or ()  # type: ignore[misc]
+    }
+    return any(not written.isdisjoint(module.layers) for module in of_file.verdict.matched)
 
 
 def _models_with_lora(
@@ -861,6 +910,9 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
     )
     if changed:
         yield Row("‖ΔW‖", figure(facts, "delta_norm", number))
+        spread = facts.get("spread") or 0.0
+        if spread > EXACT:
+            yield Row("  estimated", f"from a thousand elements of each weight, to {_share(spread)}", NOTABLE)
         yield Row("‖ΔW‖ / ‖W‖", figure(facts, "relative_change", _share))
     yield from _checked_rows(part(facts, "checked"))
     yield from _arriving_rows(facts)

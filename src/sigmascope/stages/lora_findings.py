@@ -162,6 +162,7 @@ def file_findings(
     *,
     by_pipeline: bool = False,
     was_on: bool = False,
+    by_hand: bool = False,
 ) -> Iterator[Finding]:
     """The findings of both verdicts on a file that matter on this host's models.
 
@@ -171,6 +172,7 @@ def file_findings(
         host: `diffusers` or `comfyui`.
         by_pipeline: Whether it is known that a pipeline loaded it, and not a model by itself.
         was_on: Whether weights show that a LoRA may have been on the models and is gone: then no loader need have left it out.
+        by_hand: Whether its weights were written to, and no loader was at work.
     """
     complete = applied is not None and bool(applied.there) and not applied.missing
     on_model = () if applied is None else applied.findings
@@ -181,7 +183,7 @@ def file_findings(
         is_solved = complete and (finding.id in _ABOUT_LOADERS or _is_of_control(finding))
         row = VERDICTS.get(finding.id)
         is_of_other_loader = row is not None and (
-            row.host not in (None, host) or (row.of_model and by_pipeline)
+            row.host not in (None, host) or (row.of_model and (by_pipeline or by_hand))
         )
         if not is_of_other_loader and not is_said and not is_solved:
             of_file.append(finding)
@@ -190,6 +192,8 @@ def file_findings(
         applied is not None and any(is_without_values(module.detail) for module in applied.missing)
     ):
         cause = None  # the loader knew the modules
+    if by_hand and cause is not None and cause.id in _ABOUT_LOADERS:
+        cause = None
     for finding in of_file:
         is_remark = finding.severity == "info" and finding.id in _ABOUT_NAMES
         if not is_remark or applied is None or (finding is cause and not applied.there):

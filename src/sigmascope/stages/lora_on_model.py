@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.files import short_path
+from sigmascope.lora.adapters import Adapter, WeightChange
 from sigmascope.lora.applied_verdict import AppliedModule, AppliedVerdict, applied_findings, judge_applied
 from sigmascope.lora.compatibility import judge_lora, judge_opened, shapes_of
 from sigmascope.lora.effect import ChangeBases, LoraOverlap, angles_of, effect_of, overlaps, weight_norm
@@ -43,8 +44,8 @@ from sigmascope.lora.patches import (
     strength_of,
 )
 from sigmascope.lora.reader import lora_in, open_lora
-from sigmascope.lora.verdict import is_opposed
-from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.lora.verdict import ABSENCES, is_opposed
+from sigmascope.probes.applied_patch import AdapterType, AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_device, copy_to_host
 from sigmascope.probes.fingerprints import positions
@@ -260,8 +261,67 @@ def _without(verdict: AppliedVerdict, left_out: Collection[AppliedModule]) -> Ap
     return replace(verdict, modules=modules, findings=(*applied_findings(modules), word))
 
 
+def patches_of_file(
+    path: object, verdict: LoraVerdict | None, keys: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[AppliedPatch, ...]]:
+    """What a file's modules would change of some weights, as changes of strength 1. Never raises.
+
+    Args:
+        path: The file.
+        verdict: Which weights its modules are for.
+        keys: The shapes of the weights that are looked for, by the name that `verdict` has for them.
+    """
+    if verdict is None or not keys:
+        return {}
+    found: dict[str, tuple[AppliedPatch, ...]] = {}
+    for key, patch in attempt(lambda: [*_patches_of_file(_source(path), verdict, keys)]).value or ():
+        found[key] = (*found.get(key, ()), patch)
+    return found
+
+
+def _patches_of_file(
+    path: Path | Mapping[str, Tensor], verdict: LoraVerdict, keys: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, AppliedPatch]]:
+    matched = {
+        module.name: module.layers for module in verdict.matched if not keys.keys().isdisjoint(module.layers)
+    }
+    with open_lora(path, check_finite=False) as lora:
+        for name, layers in matched.items():
+            change = lora.modules.get(name) or lora.changes.get(name)
+            if change is None or not keys.keys() >= {*layers}:
+                continue
+            start = 0
+            for key in layers:  # of a module that is several of the model's layers, one after the other
+                rows = keys[key][0] if len(layers) > 1 else None
+                patch = attempt(partial(_patch_of, change, key, keys[key], start, rows)).value
+                start += rows or 0
+                if patch is not None:
+                    yield key, patch
+
+
+def _patch_of(
+    change: LoraFactors | WeightChange, key: str, shape: tuple[int, ...], start: int, rows: int | None
+) -> AppliedPatch | None:
+    if isinstance(change, LoraFactors):
+        up = change.up if rows is None else change.up[start : start + rows]
+        tensors = {"up": up, "down": change.down.reshape(-1, *shape[1:])}
+        kind: AdapterType = "lora"
+    elif isinstance(change, Adapter) and change.kind in ("loha", "lokr", "diff") and rows is None:
+        kind = change.kind  # type: ignore[assignment]
+        tensors = {name.partition("_")[2] or name: part for name, part in change.parts.items()}
+    else:
+        return None
+    return AppliedPatch(
+        key, kind, "unknown", "", "registered", scale=change.scale, tensors=tensors, weight_shape=shape
+    )
+
+
 def with_fused(
-    path: object, verdict: LoraVerdict | None, on_model: AppliedVerdict, samples: Samples
+    path: object,
+    verdict: LoraVerdict | None,
+    on_model: AppliedVerdict,
+    samples: Samples,
+    rounded: Collection[str] = (),
 ) -> AppliedVerdict:
     """The verdict on what is on the models, with the modules that are found in the weights. Never raises.
 
@@ -270,10 +330,19 @@ def with_fused(
         verdict: Which weights its modules are for.
         on_model: Which of them the adapters on the models account for.
         samples: The same elements of each weight before and now, by the name that `verdict` has for it.
+        rounded: The weights that changed by rounding alone though no adapter was on them.
     """
     if verdict is None:
         return on_model
-    fused = attempt(lambda: dict(_fused_modules(_source(path), verdict, on_model, samples))).value
+    left = {name: sample for name, sample in samples.items() if name not in rounded}
+    fused = attempt(lambda: dict(_fused_modules(_source(path), verdict, on_model, left))).value or {}
+    of_rounded = (
+        module for module in verdict.matched if module.layers and rounded and {*module.layers} <= {*rounded}
+    )
+    fused |= {
+        module.name: AppliedModule(module.name, detail=ABSENCES["rounding"].format(key="its weight"))
+        for module in of_rounded
+    }
     if not fused:
         return on_model
     modules = tuple(fused.get(module.name, module) for module in on_model.modules)

@@ -274,8 +274,9 @@ class ValueChange(TypedDict):
     """How much one weight changed.
 
     `measured_from` is `contents` (old and new were there), `patches` (calculated from the changes: `predicted`),
-    `sample` (estimated from a thousand elements) or `used` (the weight in use contradicts the changes). `predicted_delta_norm` and `sampled_delta_norm` are there
-    for comparison.
+    `sample` (estimated from a thousand elements) or `used` (the weight in use contradicts the changes). `spread` is the standard
+    error of an estimated `delta_norm` as a share of it, else 0. `predicted_delta_norm` and `sampled_delta_norm` are there for
+    comparison.
     """
 
     content_changed: bool | None
@@ -284,6 +285,7 @@ class ValueChange(TypedDict):
     weight_norm: float | None
     predicted: bool
     measured_from: str | None
+    spread: float
     predicted_delta_norm: float | None
     sampled_delta_norm: float | None
     unavailable: dict[str, str]
@@ -340,7 +342,8 @@ class WeightChanges(TypedDict):
     """How the weights changed. Names are those without adapters.
 
     `keys_modified` are all names that both models have. `keys_value_changed` are those whose layers compute with
-    something else than at the baseline, by content or by changes that act in each forward pass, or may do so.
+    something else than at the baseline, by content or by changes that act in each forward pass, or may do so. `spread` is the
+    standard error of `delta_norm` as a share of it, where some of them are estimated.
     """
 
     keys_added: list[str]
@@ -354,6 +357,7 @@ class WeightChanges(TypedDict):
     keys_compared: int
     delta_norm: float | None
     relative_change: float | None
+    spread: float
     predicted: bool
     by_block: list[dict[str, Any]]
     drift: Drift

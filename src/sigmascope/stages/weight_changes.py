@@ -31,7 +31,7 @@ from sigmascope.stages.model_snapshot import (
     take_snapshot,
     weights_in,
 )
-from sigmascope.stages.schema import Arriving, Drift, ShareAndNoise, WeightChanges, WeightCheck
+from sigmascope.stages.schema import Arriving, Drift, ShareAndNoise, ValueChange, WeightChanges, WeightCheck
 from sigmascope.stages.signed_patches import (
     Contents,
     KeptPatches,
@@ -55,7 +55,11 @@ NOT_COARSE: Final = "no change was merged into a coarsely stored weight"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeforeAndAfter:
-    """Two moments of a model, and the model itself. It holds the host's tensors."""
+    """Two moments of a model, and the model itself. It holds the host's tensors.
+
+    Attributes:
+        of_file: By weight, what else may have been merged into it: a file's changes.
+    """
 
     before: ModelSnapshot
     after: ModelSnapshot
@@ -63,6 +67,7 @@ class BeforeAndAfter:
     applied: ModelPatches
     held: Weights = field(default_factory=lambda: Weights({}, {}))
     kept: Reading[KeptPatches] = field(default_factory=lambda: Reading(KeptPatches()))
+    of_file: Mapping[str, Sequence[AppliedPatch]] = field(default_factory=dict)
 
     def detour_of(self, key: str) -> str | None:
         """Why a weight may not be what its layer computed or computes with; None if nothing stood in its place."""
@@ -119,6 +124,7 @@ def weight_changes(
         "keys_compared": sum(key in after.fingerprints for key in before.fingerprints),
         "delta_norm": total.delta_norm,
         "relative_change": total.relative_change,
+        "spread": _total_spread([verdict.change for verdict in changed.values()]),
         "predicted": any(verdict.change["predicted"] for verdict in changed.values()),
         "by_block": [block.as_dict() for block in by_block(effects)],
         "drift": _drift(verdicts),
@@ -318,6 +324,7 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
         inside = signed_patches(in_content(sides[0]), in_content(sides[1]), contents)
         if not content and beside.is_nothing and inside.is_nothing and not _is_same_by_name(beside, inside):
             continue
+        candidates = looks.of_file.get(key, ()) if twin not in keys else ()
         is_sampled = key in samples_before and key in samples_after
         is_reshaped = key in before.weights and before.weights[key].shape != weight.shape
         # Codes are no numbers, and in another shape the same places hold other elements.
@@ -331,7 +338,7 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
                 inside,
                 content,
                 (samples_before[key], samples_after[key]) if has_samples else None,
-                _distinct((patch for side in sides for patch in side), contents),
+                _distinct((patch for side in (*sides, candidates) for patch in side), contents),
                 contents,
             ),
         )
@@ -498,6 +505,13 @@ def _total_effect(effects: Collection[Effect]) -> Effect:
         unavailable["relative_change"] = f"of {missing} of {len(effects)} weights: {first}"
     delta = root_sum_square(deltas) if deltas or not effects else None
     return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
+
+
+def _total_spread(changes: Iterable[ValueChange]) -> float:
+    """That of √Σ‖ΔW‖² from those of its parts."""
+    squares = [(change["spread"], change["delta_norm"] ** 2) for change in changes if change["delta_norm"]]
+    whole = sum(square for _, square in squares)
+    return root_sum_square([spread * square for spread, square in squares]) / whole if whole else 0.0
 
 
 def _drift(verdicts: Mapping[str, WeightVerdict]) -> Drift:

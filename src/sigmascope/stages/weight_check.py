@@ -402,6 +402,7 @@ def _by_use(verdict: WeightVerdict | None, check: WeightCheck) -> WeightVerdict:
         {} if verdict is None else verdict.change,
         content_changed=None if verdict is None else verdict.change["content_changed"],
         measured_from="used",
+        spread=0.0,
         predicted_delta_norm=check["predicted_norm"],
         predicted=False,
     )

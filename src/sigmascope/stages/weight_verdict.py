@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sigmascope.lora.arrival import Arrival
-from sigmascope.lora.effect import WEIGHT_NOT_FINITE, Effect, measured_effect, weight_norm
+from sigmascope.lora.effect import WEIGHT_NOT_FINITE, Effect, delta_of, measured_effect, weight_norm
 from sigmascope.lora.linalg import as_float64, blocked_norm
 from sigmascope.lora.norms_at_once import known_inner_product, known_weight_norm
-from sigmascope.lora.patches import WeightedFactors, factors_of, is_product
+from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.replaced import replaced
@@ -387,7 +387,18 @@ def _value_change(
         ),
         sampled_delta_norm=Reading(by_sample.delta_norm, "the weight was not sampled both before and after"),
         predicted=source == "patches",
+        spread=_spread(weight) if source == "sample" else 0.0,
     )
+
+
+def _spread(weight: WeightEvidence) -> float:
+    """The standard error of the norm that the elements of a weight estimate, as a share of it: half of that of its square."""
+    if weight.samples is None or weight.samples[0].numel() >= weight.now.numel():
+        return 0.0
+    before, after = map(as_float64, weight.samples)
+    squares = (after - before).square()
+    spread = float(squares.std() / squares.mean()) / sqrt(len(squares)) / 2
+    return spread if isfinite(spread) else 0.0
 
 
 def _as_predicted(
@@ -409,7 +420,8 @@ def _as_predicted(
 def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> Effect:
     """The effect with the norm of the unchanged weight, if it can be calculated.
 
-    ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
+    ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down. Other kinds
+    are formed.
     """
     norm = attempt(lambda: _norm_before(effect, merged, acting)).value
     if norm is None or effect.delta_norm is None:
@@ -420,8 +432,8 @@ def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedP
 
 
 def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:
-    simple = all(map(is_sum, acting))
-    if effect.delta_norm is None or not simple:
+    are_added = not any(map(needs_weight, acting))
+    if effect.delta_norm is None or not are_added:
         return None
     with torch.no_grad():
         shape = tuple(merged.shape)
@@ -430,7 +442,13 @@ def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch])
         inner = 0.0
         for patch in acting:
             product = known_inner_product(merged, patch)
-            inner += _inner_product(merged, factors_of(patch, shape)) if product is None else product
+            if product is None and is_sum(patch):
+                product = _inner_product(merged, factors_of(patch, shape))
+            elif product is None:
+                product = float(
+                    (as_float64(merged.detach()) * delta_of([patch], None).to(merged.device)).sum()
+                )
+            inner += product
     squared = whole**2 - 2.0 * inner + effect.delta_norm**2
     return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None
 
