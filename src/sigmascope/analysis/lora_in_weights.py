@@ -105,6 +105,34 @@ def are_all_back(run: Run) -> bool:
     return bool(_merged_into(run)) and _merged_into(run) == are_back(run) and not beside
 
 
+def are_other_weights(run: Run) -> bool:
+    """Whether the last call ran without any active LoRA, and with other weights than those that LoRAs had been merged into.
+
+    Their layers are no longer on the models, or the weights are not those that were left when these were taken off.
+    """
+    holds: dict[str, bool] = {}
+    left: dict[str, object] = {}
+    others: set[str] = set()
+    is_active = True
+    for stage in run.walk():
+        for name, side in names_of_sides(stage) if FACT in stage.facts else ():
+            loras = mapping(mapping(mapping(stage.facts[FACT]).get(f"{side}_lora_patches")).get("loras"))
+            holds[name] = any("merged" in mapping(mapping(one).get("states")) for one in loras.values())
+        method = str(stage.facts.get("method"))
+        left = {} if method.startswith(MERGING) or method in TAKE_OUT else left
+        left |= mapping(stage.facts.get(WEIGHTS_LEFT))
+        recipe = mapping(stage.facts.get(RECIPE))
+        if recipe.get("loras") is not None:
+            loras, now = loras_in_call(stage), mapping(recipe.get("models"))
+            is_active = any(lora.get("active") for lora in loras.values())
+            on = {name.partition(".")[0] for name in loras}
+            others = {name for name in _merged_into(run) - on if holds.get(_side_of(name))}
+            others |= {
+                name for name, content in left.items() if now.get(name, content) not in (None, content)
+            }
+    return not is_active and bool(others) and others >= _merged_into(run)
+
+
 def _merged_into(run: Run) -> set[str]:
     return {name for stage in run.walk() for name in mapping(stage.facts.get(WEIGHTS_BEFORE))}
 

@@ -28,6 +28,7 @@ from sigmascope.analysis.lora_facts import (
 from sigmascope.analysis.lora_in_weights import (
     acting_in_weights,
     are_all_back,
+    are_other_weights,
     is_in_weights,
     left_in_weights,
     may_be_left,
@@ -101,6 +102,8 @@ def standing(run: Run) -> LoraStanding | None:
         )
     unknown = _open_change(run) or _fused_before(run) or (_MAY_BE_LEFT if may_be_left(run) else None)
     acts = _acting_standing(run)
+    if acts is not None and acts.words != "taken off" and are_other_weights(run):
+        unknown, acts = unknown or _OTHER_WEIGHTS, None
     unknown = unknown or (_not_told(run) if acts is None else None)
     return acts or (None if unknown is None else LoraStanding("unknown", unknown, None))
 
@@ -131,6 +134,7 @@ def _made_nan(call: Stage) -> bool:
 
 
 _IS_OPEN: Final = "Whether the LoRA acts is unknown"
+_OTHER_WEIGHTS: Final = f"{_IS_OPEN}: the last call ran with other weights than those that it was merged into, and nobody knows what they hold."
 _MAY_BE_LEFT: Final = (
     f"{_IS_OPEN}: it was merged before the watch and taken off with strength 0, "
     "which leaves it in the weights if that was set after merging."

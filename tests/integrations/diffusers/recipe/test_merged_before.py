@@ -1,5 +1,6 @@
 """What was merged before a watch is never called nothing, unless it holds nothing but zeros; held to the model's pictures."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -154,3 +155,24 @@ def test_whether_a_dora_that_adds_nothing_acts_is_told_by_its_magnitudes(
     assert words in (("acts", "unknown") if moved else ("does nothing", "unknown", None))
     if "fuse" not in program:
         assert words == ("acts" if moved else "does nothing")
+
+
+@pytest.mark.parametrize("is_unloaded", [False, True])
+def test_of_a_model_that_was_exchanged_for_another_one_nobody_knows_what_is_in_it(is_unloaded: bool) -> None:
+    pipeline = make_pipeline("sd15")
+    other = copy.deepcopy(pipeline.unet)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.01)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3), adapter_name="a")
+        pipeline.fuse_lora()
+        if is_unloaded:
+            pipeline.unload_lora_weights()
+        generate(pipeline, "sd15", num_inference_steps=1)
+        pipeline.unet = other
+        generate(pipeline, "sd15", num_inference_steps=1)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "unknown"
+    assert "with other weights than those that it was merged into" in found.says
