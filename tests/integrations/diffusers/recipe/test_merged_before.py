@@ -176,3 +176,7 @@ def test_of_a_model_that_was_exchanged_for_another_one_nobody_knows_what_is_in_i
     assert found is not None
     assert found.words == "unknown"
     assert "with other weights than those that it was merged into" in found.says
+
+
+def test_of_zeros_that_were_merged_no_part_stays() -> None:
+    assert words_of("zeros", "|, fuse, set 0, unfuse") != ("acts", False)
