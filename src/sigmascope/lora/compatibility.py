@@ -41,6 +41,7 @@ from sigmascope.lora.linalg import as_float64, same_matrix
 from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, is_of_controlnet, parse_name
 from sigmascope.lora.reader import lora_in
 from sigmascope.lora.verdict import Reason, unreadable
+from sigmascope.probes.module_tree import registered
 from sigmascope.probes.peft import adapted_modules, own_tensors, wrapped
 from sigmascope.probes.reading import describe
 from sigmascope.replaced import replaced
@@ -708,6 +709,8 @@ def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Shapes of weights by their names without adapters; a quantised matrix has its unpacked shape."""
     packed: dict[str, tuple[int, ...]] = {}
     for name, module in adapted_modules(model):  # a wrapper comes before what it wraps, under the same name
+        if not registered(module, "_parameters") and not registered(module, "_buffers"):
+            continue
         start = f"{name}." if name else ""
         if isinstance(module, nn.Linear):
             packed[f"{start}weight"] = module.out_features, module.in_features

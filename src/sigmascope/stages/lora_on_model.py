@@ -49,6 +49,7 @@ from sigmascope.probes.applied_patch import AdapterType, AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_device, copy_to_host
 from sigmascope.probes.fingerprints import positions
+from sigmascope.probes.module_tree import once_a_look
 from sigmascope.probes.peft import UP_BIAS
 from sigmascope.probes.reading import Reading, attempt, attribute, lookup, sequence
 from sigmascope.records.memory import mib
@@ -565,6 +566,10 @@ def read_extremes(patches: Sequence[AppliedPatch]) -> dict[int, Reading[list[flo
 
 def begin_extremes(patches: Sequence[AppliedPatch]) -> Pending[dict[int, Reading[list[float]]]]:
     """The same without waiting for an accelerator; the patches must live until it is there."""
+    return once_a_look("extremes", patches, lambda: _begin_extremes(patches))
+
+
+def _begin_extremes(patches: Sequence[AppliedPatch]) -> Pending[dict[int, Reading[list[float]]]]:
     told: dict[int, Reading[list[float]]] = {}
     floating: dict[int, list[Tensor]] = {}
     for patch in patches:
