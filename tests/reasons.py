@@ -47,7 +47,7 @@ ABOUT_A_PART = {
     "accelerators": "the tuple is empty",
     "keys_compared": "some weights could not be looked at",
     "keys": "some weights were left out of a comparison",
-    "delta_norm": "some weights are not in the sum",
+    **dict.fromkeys(("delta_norm", "relative_change"), "some weights are not in the sum"),
     **dict.fromkeys(("patch", "tensors", "diff", "adapter_type"), "the change itself could not be read"),
     **dict.fromkeys(
         ("function", "offset", "dora_scale", "weight_shape"), "parts that the dict does not hold"

@@ -18,7 +18,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from threading import Condition
 from types import TracebackType
-from typing import ClassVar, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ Item = TypeVar("Item")
 _MAX_WORKERS: Final = 8
 _LARGEST_LAYERS_IN_MEMORY: Final = 2
 _SECONDS_AFTER_CTRL_C: Final = 0.5
+_POOLS: Final = "sigmascope-pool"
+"""How the names of the threads begin."""
 _MAX_DISK_WORKERS: Final = 3  # more would wait for the disk
 
 
@@ -77,7 +79,7 @@ def run_layers(
 
 def in_thread(work: Callable[[], Result]) -> Result:
     """Do work that writes nothing in a thread, so that Ctrl-C is heard though it is within one long call of LAPACK."""
-    with _Pool(1, thread_name_prefix="work") as pool:
+    with _Pool(1, "work") as pool:
         return pool.submit(copy_context().run, work).result()
 
 
@@ -120,7 +122,8 @@ class _Gate:
 class _Pool(ThreadPoolExecutor):
     """Threads for whose end the block waits, but after Ctrl-C only for a moment: what they make is nowhere but in memory."""
 
-    left: ClassVar[set[threading.Thread]] = set()
+    def __init__(self, workers: int, name: str, **options: Any) -> None:
+        super().__init__(workers, thread_name_prefix=f"{_POOLS}-{name}", **options)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,14 +133,18 @@ class _Pool(ThreadPoolExecutor):
         self.shutdown(wait=not is_stopped, cancel_futures=True)
         if is_stopped:
             ends = time.monotonic() + _SECONDS_AFTER_CTRL_C
-            for thread in self._threads:
+            for thread in _at_work():  # the pool itself does not know one that Ctrl-C came to while it began
                 thread.join(max(ends - time.monotonic(), 0.0))
-            self.left.update(self._threads)
+
+
+def _at_work() -> list[threading.Thread]:
+    own = threading.current_thread()
+    return [one for one in threading.enumerate() if one.name.startswith(_POOLS) and one is not own]
 
 
 def is_left_working() -> bool:
     """Whether threads that Ctrl-C stopped are still in work: Python waits for them before it exits."""
-    return any(thread.is_alive() for thread in _Pool.left)
+    return bool(_at_work())
 
 
 @contextmanager
@@ -146,9 +153,7 @@ def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     before = torch.get_num_threads()
     with full_float32():
         try:
-            with _Pool(
-                workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
-            ) as pool:
+            with _Pool(workers, "layer", initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 yield pool
         finally:
             torch.set_num_threads(before)  # later threads inherit the process's last setting

@@ -479,7 +479,7 @@ def test_a_change_that_float16_cannot_hold_within_the_error_is_refused(tmp_path:
 
 
 def sd3_named(models: Models, folder: Path) -> Models:
-    """The same weights as those of a model that samples in many steps."""
+    """The same weights, kernels as matrices, as those of a model that samples in many steps: its blocks have linear layers alone."""
     named = {f"transformer_blocks.{index}.attn.to_q": layer for index, layer in enumerate(LAYERS)}
     marks = {
         "pos_embed.proj.weight": torch.ones(4, 4, 2, 2),
@@ -488,7 +488,8 @@ def sd3_named(models: Models, folder: Path) -> Models:
     }
     files = [load_file(path) for path in models]
     renamed = [
-        {f"{new}.weight": file[f"{old}.weight"] for new, old in named.items()} | marks for file in files
+        {f"{new}.weight": file[f"{old}.weight"].flatten(1) for new, old in named.items()} | marks
+        for file in files
     ]
     folder.mkdir()
     return save_models(folder, *renamed)

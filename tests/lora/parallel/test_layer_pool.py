@@ -176,7 +176,7 @@ def test_ctrl_c_does_not_wait_for_a_call_that_takes_long(how: str) -> None:
     assert is_left_working()
     may_end.set()
     for thread in threading.enumerate():
-        if thread.name.startswith(("layer", "work")):
+        if thread.name.startswith("sigmascope-pool"):
             thread.join(60)
     assert not is_left_working()
 

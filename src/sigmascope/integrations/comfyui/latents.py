@@ -20,6 +20,7 @@ from sigmascope.integrations.comfyui.recording import PromptRecording
 from sigmascope.integrations.comfyui.sampling import first_of
 from sigmascope.integrations.comfyui.wraps import Call, Wrap
 from sigmascope.probes.reading import attempt, lookup
+from sigmascope.probes.tensors import why_unreadable
 
 _NAME: Final = "latents"
 _MOST: Final = 1000
@@ -59,9 +60,8 @@ class Latents(Instrument):
         ]
         if not made or node.is_sampler:
             return
-        gave = [(_tensor_of(one), kind == "LATENT") for kind, one in made]
-        given = {name: _tensor_of(first_of(inputs.get(name))) for name, _ in links_of(prompt.info(node.id))}
-        looks = attempt(partial(_looks, given, gave)).value
+        given = {name: first_of(inputs.get(name)) for name, _ in links_of(prompt.info(node.id))}
+        looks = attempt(partial(_looks, given, made)).value
         if looks:
             prompt.until_the_end(_NAME, _Seen).looks[node.id] = looks
 
@@ -69,7 +69,7 @@ class Latents(Instrument):
         """See `Instrument`."""
         seen = prompt.until_the_end(_NAME, _Seen)
         now = {
-            node_id: frozenset(name for name, is_lost in looks.items() if bool(is_lost))
+            node_id: frozenset(name for name, lost in looks.items() if attempt(partial(bool, lost)).value)
             for node_id, looks in seen.looks.items()
         }
         kept = self._kept.of_prompt(prompt, {node_id: [lost] for node_id, lost in now.items()})
@@ -83,20 +83,18 @@ def lost_in(prompt: PromptRecording) -> Mapping[str, frozenset[str]]:
 
 def _tensor_of(value: object) -> Tensor | None:
     held = lookup(value, "samples") if isinstance(value, Mapping) else value
-    return held if isinstance(held, Tensor) and held.numel() else None
+    return held if isinstance(held, Tensor) and why_unreadable(held) is None and held.numel() else None
 
 
-def _looks(
-    given: Mapping[str, Tensor | None], gave: Sequence[tuple[Tensor | None, bool]]
-) -> dict[str, Tensor]:
+def _looks(given: Mapping[str, object], gave: Sequence[tuple[str, object]]) -> dict[str, Tensor]:
     """Whether nothing is left of each input: what was given is all of one value, or another one than it.
 
     Args:
         given: By input.
-        gave: Each output, and whether it is a latent.
+        gave: Each output, and its type before it.
     """
-    known = {name: one for name, one in given.items() if one is not None}
-    made = [(one, is_latent) for one, is_latent in gave if one is not None]
+    known = {name: one for name, value in given.items() if (one := _tensor_of(value)) is not None}
+    made = [(one, kind == "LATENT") for kind, value in gave if (one := _tensor_of(value)) is not None]
     if not known or len(made) < len(gave) or not (len(known) > 1 or any(is_latent for _, is_latent in made)):
         return {}
     found = {}
