@@ -306,8 +306,7 @@ def analyze_lora_application_results(
                 on_model.value,
                 host_of(modified_unet, modified_clip),
                 by_pipeline=hasattr(type(lora_result), "load_lora_weights") or error is not None,
-                was_on=any(model.weights["drift"]["keys"] for model in (unet, clip)),
-                by_hand=_is_written_by_hand(of_file, unet, clip),
+                no_loader=_shows_no_loader(of_file, unet, clip),
             )
         ],
         effective,
@@ -555,8 +554,14 @@ def _explain_fused_weights(
     return Reading(fused)
 
 
-def _is_written_by_hand(of_file: _OfFile, unet: ModelAnalysis, clip: ModelAnalysis) -> bool:
-    """Whether weights that a file is for hold something else, and no change is on the models: a program wrote to them."""
+def _shows_no_loader(of_file: _OfFile, unet: ModelAnalysis, clip: ModelAnalysis) -> bool:
+    """Whether weights show that no loader need have left a file out.
+
+    A LoRA was on the models and is gone, or weights that the file is for hold something else and no change is on the models: a
+    program wrote to them.
+    """
+    if any(model.weights["drift"]["keys"] for model in (unet, clip)):
+        return True
     if of_file.verdict is None or unet.has_patches or clip.has_patches:
         return False
     sides = ((unet, "unet"), (clip, "clip"))

@@ -161,8 +161,7 @@ def file_findings(
     host: str,
     *,
     by_pipeline: bool = False,
-    was_on: bool = False,
-    by_hand: bool = False,
+    no_loader: bool = False,
 ) -> Iterator[Finding]:
     """The findings of both verdicts on a file that matter on this host's models.
 
@@ -171,8 +170,7 @@ def file_findings(
         applied: On what is on the models.
         host: `diffusers` or `comfyui`.
         by_pipeline: Whether it is known that a pipeline loaded it, and not a model by itself.
-        was_on: Whether weights show that a LoRA may have been on the models and is gone: then no loader need have left it out.
-        by_hand: Whether its weights were written to, and no loader was at work.
+        no_loader: Whether the weights show that no loader need have left it out.
     """
     complete = applied is not None and bool(applied.there) and not applied.missing
     on_model = () if applied is None else applied.findings
@@ -183,16 +181,14 @@ def file_findings(
         is_solved = complete and (finding.id in _ABOUT_LOADERS or _is_of_control(finding))
         row = VERDICTS.get(finding.id)
         is_of_other_loader = row is not None and (
-            row.host not in (None, host) or (row.of_model and (by_pipeline or by_hand))
+            row.host not in (None, host) or (row.of_model and (by_pipeline or no_loader))
         )
         if not is_of_other_loader and not is_said and not is_solved:
             of_file.append(finding)
     cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)
-    if was_on or (
-        applied is not None and any(is_without_values(module.detail) for module in applied.missing)
-    ):
+    if applied is not None and any(is_without_values(module.detail) for module in applied.missing):
         cause = None  # the loader knew the modules
-    if by_hand and cause is not None and cause.id in _ABOUT_LOADERS:
+    if no_loader and cause is not None and cause.id in _ABOUT_LOADERS:
         cause = None
     for finding in of_file:
         is_remark = finding.severity == "info" and finding.id in _ABOUT_NAMES
