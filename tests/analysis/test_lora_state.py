@@ -104,6 +104,11 @@ def looked_at(*findings: dict[str, Any], **loras: dict[str, Any]) -> Stage:
             " In 1 of the 3 calls a LoRA acted.",
         ),
         ((looked_at(unet__style=OFF), looked_at(ZEROS, unet__style=STYLE)), ""),
+        ((applied(None), looked_at(unet__style=STYLE)), ""),  # whether it does in this one is open
+        (
+            (applied(None), looked_at(unet__style=STYLE), applied(True), looked_at(unet__style=STYLE)),
+            " In 1 of the 2 calls a LoRA acted.",
+        ),
     ],
 )
 def test_of_loras_that_do_nothing_in_the_end_the_calls_are_counted_in_which_one_acted(

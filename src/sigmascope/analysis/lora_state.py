@@ -192,13 +192,13 @@ def acted_before(run: Run) -> str:
     calls = [stage for stage in stages if RECIPE in stage.facts]
     lost = _lost_in_merging(run)
     ends = [place for place, stage in enumerate(stages) if lost is not None and stage is lost[0]]
-    acted = sum(
-        IDLE_LORAS in call.facts
-        and not idle_in_call(call)
-        and any(lora.get("active") for lora in loras_in_call(call).values())
-        for call in stages[: ends[0] if ends else None]
-        if RECIPE in call.facts
-    )
+    acted, is_open = 0, False  # as the last change before a call left it
+    for stage in stages[: ends[0] if ends else None]:
+        if FACT in stage.facts:
+            is_open = mapping(stage.facts[FACT]).get("effective", False) is None
+        is_told = RECIPE in stage.facts and IDLE_LORAS in stage.facts and not is_open
+        has_active = is_told and any(lora.get("active") for lora in loras_in_call(stage).values())
+        acted += has_active and not idle_in_call(stage)
     every = "the call" if len(calls) == 1 else f"all {len(calls)} calls"
     where = every if acted == len(calls) else f"{acted} of the {len(calls)} calls"
     return f" In {where} a LoRA acted." if acted else ""
