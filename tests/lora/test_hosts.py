@@ -282,6 +282,7 @@ def test_a_header_that_contradicts_the_file_is_read_as_diffusers_does(
     assert rounded(of_host(path)) == taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["flux", "qwen_image", "wan", "sd15"])
 def test_factors_with_kernels_for_linear_layers_load_in_diffusers_only_once_converted(
     pipelines: Pipelines, save: Save, tmp_path: Path, family: str
@@ -309,6 +310,7 @@ def test_factors_with_kernels_for_linear_layers_load_in_diffusers_only_once_conv
 WHOLE = {"r": 2, "lora_alpha": 16, "target_modules": ["to_q", "to_k", "to_v"]}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
 @pytest.mark.parametrize("alphas", [False, True])
 @pytest.mark.parametrize(("family", "format"), [("sd15", "kohya"), ("flux", "peft")])
