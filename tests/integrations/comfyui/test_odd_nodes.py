@@ -52,6 +52,7 @@ def test_a_node_that_runs_a_prompt_of_its_own_gives_two_records_that_are_not_mix
     assert read == {"outer": "model.safetensors", "inner": "inner.safetensors"}
 
 
+@pytest.mark.slow
 def test_a_loop_that_expands_again_and_again_is_a_record(watch: Watch, host: Host, tmp_path: Path) -> None:
     def loop(x: Any, turns: int) -> Any:
         if not turns:
