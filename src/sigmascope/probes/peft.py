@@ -437,9 +437,7 @@ def _shape(layer: nn.Module, parameter: str) -> tuple[int, ...] | None:
     module = base = bare(layer)
     for part in path:
         module = bare(children_of(module)[part])
-    weight = registered(module, "_parameters").get(
-        own
-    )  # where it is but for a buffer, and for attention while it is merged
+    weight = registered(module, "_parameters").get(own)  # but for buffers, and attention while it is merged
     if not isinstance(weight, Tensor):
         weight = next((tensor for name, tensor in own_tensors(module) if name == own), None)
     if weight is None:

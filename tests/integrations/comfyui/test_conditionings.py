@@ -18,7 +18,7 @@ from tests.integrations.comfyui.host import Host, Node, latent
 from tests.integrations.comfyui.test_hook_lora import Merging
 from tests.integrations.comfyui.test_nodes import nodes
 
-from sigmascope.integrations.comfyui import hook_lora
+from sigmascope.integrations.comfyui import conditionings, hook_lora
 from sigmascope.integrations.comfyui.models_in_use import _cancelled_in
 
 Graph = dict[str, dict[str, Any]]
@@ -546,6 +546,18 @@ def test_it_is_open_whether_a_lora_acts_of_whose_latent_a_node_leaves_nothing(
         assert verdict["effective"] is acts
         assert ("nothing may be left of what was sampled" in verdict["says"]) is (acts is None)
     assert watched.off() == {}
+
+
+def test_of_a_latent_on_very_many_ways_each_node_is_asked_once() -> None:
+    """Each of sixty nodes takes the one before twice: there are 2 to the 60 ways to the sampler that forgets the latent."""
+    graph: Graph = {
+        str(number): node("Blend", one=[str(number - 1), 0], other=[str(number - 1), 0])
+        for number in range(2, 62)
+    }
+    graph |= {"1": node("KSampler"), "62": node("KSampler", latent_image=["61", 0])}
+    counts = conditionings.Sampled({frozenset(): True}, conditionings.Origin(frozenset()), True)
+    found = conditionings.without_forgotten({"1": counts, "62": counts._replace(forgets=True)}, graph, {})
+    assert (found["1"].is_forgotten, found["62"].is_forgotten) == (True, False)
 
 
 @pytest.mark.parametrize("kind", ["model", "text"])

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sigmascope.integrations.comfyui.instruments import Instrument
-from sigmascope.integrations.comfyui.latents import lost_in
 from sigmascope.integrations.comfyui.needs import Need, output_data
 from sigmascope.integrations.comfyui.posted_graph import links_of, signature_of
 from sigmascope.integrations.comfyui.recording import PromptRecording
@@ -460,31 +459,39 @@ def sampled_in(prompt: PromptRecording) -> dict[str, Sampled]:
     return seen.sampled
 
 
-def without_forgotten(by_node: Mapping[str, Sampled], prompt: PromptRecording) -> dict[str, Sampled]:
+def without_forgotten(
+    by_node: Mapping[str, Sampled], graph: Mapping[str, Any], lost: Mapping[str, Iterable[str]]
+) -> dict[str, Sampled]:
     """The same, where nothing counts of what a node sampled that goes to samplers alone which begin from noise.
 
     Where it goes to nodes that may leave nothing of it, it may not count either.
+
+    Args:
+        by_node: With what each node made its steps.
+        graph: As it was posted.
+        lost: As `lost_in` gives it.
     """
     takers: dict[str, list[tuple[str, str]]] = {}
-    for taker, node in prompt.graph.items():
+    for taker, node in graph.items():
         for name, (source, _) in links_of(node):
             takers.setdefault(source, []).append((taker, name))
     forgetting = {(node_id, name) for node_id, one in by_node.items() if one.forgets for name in LATENTS}
-    losing = {(node_id, name) for node_id, names in lost_in(prompt).items() for name in names}
+    losing = {(node_id, name) for node_id, names in lost.items() for name in names}
 
-    def is_lost(node_id: str, by: Container[tuple[str, str]], way: frozenset[str] = frozenset()) -> bool:
-        taken = takers.get(node_id, ())
-        return (
-            node_id not in way
-            and bool(taken)
-            and all(one in by or is_lost(one[0], by, way | {node_id}) for one in taken)
-        )
+    def is_lost(node_id: str, by: Container[tuple[str, str]], known: dict[str, bool]) -> bool:
+        if node_id not in known:
+            known[node_id] = False  # of a circle, and where nobody takes it
+            taken = takers.get(node_id, ())
+            known[node_id] = bool(taken) and all(one in by or is_lost(one[0], by, known) for one in taken)
+        return known[node_id]
 
+    surely: dict[str, bool] = {}
+    maybe: dict[str, bool] = {}
     found = dict(by_node)
     for node_id, sampled in by_node.items() if forgetting or losing else ():
-        if is_lost(node_id, forgetting):
+        if is_lost(node_id, forgetting, surely):
             found[node_id] = sampled.forgotten()
-        elif is_lost(node_id, forgetting | losing):
+        elif is_lost(node_id, forgetting | losing, maybe):
             found[node_id] = sampled.doubted()
     return found
 

@@ -25,6 +25,7 @@ from sigmascope.integrations.comfyui.conditionings import (
 from sigmascope.integrations.comfyui.encodings import TEXT_ENCODING
 from sigmascope.integrations.comfyui.instruments import weakly
 from sigmascope.integrations.comfyui.kept_loras import Kept
+from sigmascope.integrations.comfyui.latents import lost_in
 from sigmascope.integrations.comfyui.recording import NodeWatch, PromptRecording
 from sigmascope.integrations.comfyui.sampling import SAMPLING
 from sigmascope.probes.applied_patch import AppliedPatch, Standing
@@ -281,7 +282,7 @@ class ModelsInUse:
 def _without_forgotten(by_node: Mapping[str, Uses], prompt: PromptRecording) -> dict[str, Uses]:
     """See `without_forgotten`, which this asks of what was kept too."""
     sampled = {node_id: uses.sampled for node_id, uses in by_node.items() if uses.sampled is not None}
-    left = without_forgotten(sampled, prompt)
+    left = without_forgotten(sampled, prompt.graph, lost_in(prompt))
     return {node_id: uses._replace(sampled=left.get(node_id)) for node_id, uses in by_node.items()}
 
 
