@@ -12,10 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Condition
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -31,6 +31,8 @@ Item = TypeVar("Item")
 _MAX_WORKERS: Final = 8
 _LARGEST_LAYERS_IN_MEMORY: Final = 2
 _SECONDS_AFTER_CTRL_C: Final = 0.5
+_LISTENS_EVERY: Final = 0.2
+"""Seconds. Ctrl-C does not wake a thread that was just about to wait, and on Windows none that waits for another."""
 _POOLS: Final = "sigmascope-pool"
 """How the names of the threads begin."""
 _MAX_DISK_WORKERS: Final = 3  # more would wait for the disk
@@ -69,8 +71,12 @@ def run_layers(
 
     with _single_threaded_pool(workers or worker_count()) as pool:
         futures: dict[Future[Result], str] = {pool.submit(guarded, layer): layer for layer in sizes}
+        finished: SimpleQueue[Future[Result]] = SimpleQueue()
+        for future in futures:
+            future.add_done_callback(finished.put)
         try:
-            for future in as_completed(futures):
+            while futures:
+                future = _next_of(finished)
                 yield futures.pop(future), future.result()
         except BaseException as failure:
             failures.append(failure)
@@ -80,7 +86,21 @@ def run_layers(
 def in_thread(work: Callable[[], Result]) -> Result:
     """Do work that writes nothing in a thread, so that Ctrl-C is heard though it is within one long call of LAPACK."""
     with _Pool(1, "work") as pool:
-        return pool.submit(copy_context().run, work).result()
+        return _result(pool.submit(copy_context().run, work))
+
+
+def _result(future: Future[Result]) -> Result:
+    finished: SimpleQueue[Future[Result]] = SimpleQueue()
+    future.add_done_callback(finished.put)
+    return _next_of(finished).result()
+
+
+def _next_of(finished: "SimpleQueue[Future[Result]]") -> "Future[Result]":
+    while True:
+        try:
+            return finished.get(timeout=_LISTENS_EVERY)
+        except Empty:
+            continue
 
 
 _OWN: Final = threading.local()
@@ -257,7 +277,7 @@ def _taken(
     waiting: "deque[tuple[Item, Future[tuple[Scratch, Result]]]]", slots: "SimpleQueue[Scratch]"
 ) -> Iterator[tuple[Item, Result]]:
     item, future = waiting.popleft()
-    slot, result = future.result()
+    slot, result = _result(future)
     try:
         yield item, result
     finally:
