@@ -212,8 +212,8 @@ def judge_applied(
     Returns:
         The verdict. Nothing is raised: if the file cannot be read, the verdict has an `error`.
     """
-    path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
-    path = None if isinstance(lora, Mapping) else path
+    given = lora.path if isinstance(lora, LoraFile) else lora
+    path = None if isinstance(given, Mapping) else str(given or "") or None  # a tensor's text takes a millisecond
     try:
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
         for key, patch in zip(keys or [patch.key for patch in patches], _on_host(patches), strict=True):

@@ -241,7 +241,7 @@ def _layers_of(family: str) -> frozenset[str] | str:
     return frozenset(own | {_of_any_block(name) for name in own})
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def _model(family: str) -> nn.Module | str:
     import diffusers
 

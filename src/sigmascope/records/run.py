@@ -310,9 +310,7 @@ class Stage:
 
     def walk(self) -> Iterator["Stage"]:
         """Yield this stage and all stages inside it, outermost first."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
+        return _walk((self,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,8 +381,7 @@ class Run:
 
     def walk(self) -> Iterator[Stage]:
         """Yield every stage at every depth, in order; folded ones are not among them."""
-        for stage in self.stages:
-            yield from stage.walk()
+        return _walk(self.stages)
 
     def stage(self, name: str) -> Stage:
         """The first stage of that name at any depth.
@@ -461,6 +458,15 @@ class Run:
         from sigmascope import write_trace
 
         write_trace([self], path, prompts=prompts)
+
+
+def _walk(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """All of them at every depth, outermost first, in one loop: generators inside each other cost a step for each depth."""
+    left = [*stages][::-1]
+    while left:
+        stage = left.pop()
+        yield stage
+        left.extend(reversed(stage.children))
 
 
 def stage_path(*names: str) -> str:
