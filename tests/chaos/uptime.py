@@ -35,8 +35,9 @@ _RSS_BYTES = 5 * MB
 _SLOWER = 1.5  # times what a call took in the first tenth that counts; what grows by the call grows tenfold
 _MORE_LINES = 1.1  # the same in lines of Python, which a busy machine does not change
 _TIMED = 10_000  # calls that make a time tell of us: of fewer, it tells of who else uses the machine
-_TRACED = 5  # calls of each twentieth whose lines are counted
+_TRACED = 5  # calls at the end of a twentieth, whose lines are counted where that is asked for
 _CHUNKS = 20
+_EARLY = _CHUNKS // 5 - 1  # the last twentieth of those for warming up
 _PARTS = 3  # files of older generations, after which a process has done once all that it does for ever
 _SETTLED_SECONDS = 120
 _CLOSED_SECONDS = 10
@@ -254,10 +255,12 @@ def _level(calls: int, call: Call, settled: Callable[[], bool] = lambda: True) -
         for _ in range(chunk):
             marks.append(_cost(_yardstick))
             costs.append(_cost(call))
-        lines = min(_lines(call) for _ in range(_TRACED))
+        # A trace makes a call many times as long: lines are counted where they are compared.
+        counts = _lines if number in (_EARLY, _CHUNKS - 1) else _not_counted
+        lines = min(counts(call) for _ in range(_TRACED))
         levels.append(_now((number + 1) * chunk, lines, min(costs), min(marks)))
-    early, late = levels[_CHUNKS // 5 - 1], levels[-1]
-    first = _middle(levels[_CHUNKS // 5 - 1 : _CHUNKS // 5 + 2])
+    early, late = levels[_EARLY], levels[-1]
+    first = _middle(levels[_EARLY : _EARLY + 3])
     last = _middle(levels[-3:])
     slower = last.call_seconds / first.call_seconds * first.yardstick_seconds / last.yardstick_seconds
     grown = late.rss_bytes - early.rss_bytes
@@ -297,6 +300,11 @@ def _lines(work: Call) -> int:
     finally:
         sys.settrace(was)
     return count
+
+
+def _not_counted(work: Call) -> int:
+    work()
+    return 0
 
 
 def _yardstick() -> Tensor:

@@ -3,7 +3,6 @@
 Models are on the meta device: only names and shapes are real, and the LoRAs that a host loads into them.
 """
 
-import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import diffusers
 import torch
 from safetensors.torch import save_file
+from tests.families.weights import copied
 from torch import Tensor, nn
 
 from sigmascope.lora.families.known import FAMILIES
@@ -267,4 +267,9 @@ WHOLE: dict[str, Layout] = {
 
 def model_with_lora(family: str) -> Any:
     """A denoiser of its own, to load a LoRA into. Its weights take no memory until somebody writes them."""
-    return copy.deepcopy(denoiser(family)).to_empty(device="cpu")
+    return _of_its_own(family).to_empty(device="cpu")
+
+
+@copied
+def _of_its_own(family: str) -> Any:
+    return denoiser(family)
