@@ -44,6 +44,7 @@ def test_describing_a_model_loads_nothing_heavy() -> None:
     assert loaded_after("import sigmascope.lbm.config") == set()
 
 
+@pytest.mark.slow
 def test_reading_the_settings_of_a_training_loads_no_diffusers() -> None:
     assert loaded_after("import sigmascope.lbm.training.settings") <= {"torch", "numpy"}
 

@@ -73,6 +73,7 @@ def test_late_runs_hide_no_step() -> None:
     assert places(values + late) == [40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [1.1, 0.9])
 def test_changes_are_found_where_one_run_in_20_is_late(change: float) -> None:
     """One of the three new runs is late in 14 of 100 series, and a rank test misses the other two."""
@@ -88,6 +89,7 @@ def test_changes_are_found_where_one_run_in_20_is_late(change: float) -> None:
     assert found >= 95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drift", "change"), [(0.05, 0.9), (-0.05, 1.1)])
 def test_changes_are_found_in_series_that_drift(drift: float, change: float) -> None:
     rng = np.random.default_rng(2)
@@ -197,6 +199,7 @@ def test_peaks_that_jump_to_a_level_that_varies_do_not_change() -> None:
     assert told <= 0.01 * 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
 def test_times_that_jump_between_two_levels_do_not_change(share: float) -> None:
     """Of 60 such series some begin with a few runs of one level and a few of the other, and some hold three in a row."""

@@ -115,6 +115,7 @@ def test_time_is_reckoned_by_how_often_a_shape_occurs() -> None:
     assert reckoned_seconds(measured, shapes) == 1.0 + 3 * 3.0 + 0.5 + 0.25
 
 
+@pytest.mark.slow
 def test_a_child_gives_its_result_and_its_own_peak_of_memory() -> None:
     held = b"x" * LARGE  # by this process, and no part of the child's peak
     small = in_child(abs, -7)

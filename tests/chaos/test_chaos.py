@@ -102,6 +102,7 @@ def test_a_try_that_dies_hangs_or_swallows_memory_has_failed(
     assert set(tried(attempt, tmp_path, **limits).failed.values()) == {reason}
 
 
+@pytest.mark.slow
 def test_memory_within_the_limit_is_given(tmp_path: Path) -> None:
     assert tried(swallows, tmp_path, memory=300 * MB).failed == {}
 

@@ -177,6 +177,7 @@ def test_counts_that_lie_are_refused(file: Path, place: int, count: int) -> None
         open_checkpoint(file)
 
 
+@pytest.mark.slow
 def test_any_damage_gives_an_error_or_tensors_and_never_a_crash_or_a_hang(file: Path) -> None:
     content = file.read_bytes()
     source = random.Random(0)

@@ -17,6 +17,7 @@ from sigmascope.records.serialization import load_run
 tags = st.lists(st.from_regex(r"[a-z0-9._-]{1,20}", fullmatch=True), max_size=2).map(tuple)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(runs, tags, st.lists(texts, max_size=2).map(tuple), texts.filter(bool))
 def test_nothing_of_a_run_is_lost_on_a_line(

@@ -241,6 +241,7 @@ def test_a_forked_child_keeps_its_own_runs(file: Path, said: list[str]) -> None:
     assert sorted(kept_ids()) == ["child", "parent"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_child_that_is_forked_while_runs_are_written_keeps_its_own(

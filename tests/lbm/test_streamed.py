@@ -68,6 +68,7 @@ def test_what_malloc_holds_free_is_given_back_at_each_layer(monkeypatch: pytest.
     assert max(limits) <= 1 << 30
 
 
+@pytest.mark.slow
 def test_nothing_of_a_weight_is_kept_for_the_way_back(tmp_path: Path) -> None:
     held: list[int] = []
 

@@ -379,6 +379,7 @@ def test_factors_of_a_convolution_have_its_kernel(tells: str, tmp_path: Path) ->
     torch.testing.assert_close(factors.delta().double().flatten(1), change, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["peft", "kohya", "comfyui"])
 def test_matrices_for_convolutions_get_their_kernel_and_kernels_of_1_for_matrices_go(
     format: str, tmp_path: Path

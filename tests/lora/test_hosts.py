@@ -482,6 +482,7 @@ def test_a_family_without_a_loader_is_said_only_of_its_own_names(tmp_path: Path)
     assert (reading.taken, reading.unavailable.get("loader")) == (None, None)
 
 
+@pytest.mark.slow
 def test_the_first_sentence_says_who_loads_nothing_of_a_file_that_matches(
     pipelines: Pipelines, save: Save, tmp_path: Path
 ) -> None:
@@ -496,6 +497,7 @@ def test_the_first_sentence_says_who_loads_nothing_of_a_file_that_matches(
     assert alone.startswith("diffusers 0.42 with PEFT loads none of this file.\n")
 
 
+@pytest.mark.slow
 def test_an_unknown_prefix_is_told_first_with_the_call_that_loads_it(
     pipelines: Pipelines, save: Save, tmp_path: Path
 ) -> None:
@@ -515,6 +517,7 @@ def test_an_unknown_prefix_is_told_first_with_the_call_that_loads_it(
         assert sum(".lora_A." in name for name, _ in unet.named_parameters()) == layers
 
 
+@pytest.mark.slow
 def test_a_file_that_no_host_loads_has_its_next_step_and_loads_after_it(
     pipelines: Pipelines, save: Save, tmp_path: Path
 ) -> None:

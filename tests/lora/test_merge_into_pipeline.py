@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from sigmascope import merge_into_checkpoint
 
 
+@pytest.mark.slow
 def test_each_component_is_as_diffusers_fuses_it(
     pipelines: Callable[[str], Any], save: Callable[..., Path], tmp_path: Path
 ) -> None:

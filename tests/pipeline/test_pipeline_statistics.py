@@ -53,6 +53,7 @@ def test_no_prompt_is_told() -> None:
         pipeline_statistics(make_pipeline("sd15"), [])
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_as_it_was_afterwards() -> None:
     pipeline = make_pipeline("sd15")
     pipeline.text_encoder.requires_grad_(True)

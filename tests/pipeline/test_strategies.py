@@ -72,6 +72,7 @@ def _noise(side: int) -> Tensor:
     return torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(3)) * 2 - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picture", [_photograph(192), _noise(192)], ids=["photograph", "noise"])
 def test_a_kls_tiles_are_nearer_to_the_whole_than_diffusers_own(picture: Tensor) -> None:
     """Tiles of one size that overlap by a quarter; both ways, group norms and attention included."""

@@ -49,6 +49,7 @@ def _no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [False, True])
 def test_tiles_are_encoded_and_decoded_as_the_whole(attention: bool) -> None:
     vae = three_level_vae(attention=attention)
@@ -62,6 +63,7 @@ def test_tiles_are_encoded_and_decoded_as_the_whole(attention: bool) -> None:
         assert relative_error(tiled_map(run, source, tiles, modules=(vae,)), direct) < ROUNDING
 
 
+@pytest.mark.slow
 def test_a_trained_vae_gives_in_tiles_what_it_gives_at_once() -> None:
     vae = load_lbm(BASE_PATH, CONFIG_PATH).vae
     picture = like_a_photograph(128, 96)
@@ -401,6 +403,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
+@pytest.mark.slow
 def test_on_an_accelerator_tiles_that_wait_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     vae, picture = three_level_vae(attention=False), like_a_photograph(160, 160)
     run = functools.partial(parameters, vae)
@@ -415,6 +418,7 @@ def test_on_an_accelerator_tiles_that_wait_hold_nothing(monkeypatch: pytest.Monk
     assert relative_error(tiled, run(picture)) < ROUNDING
 
 
+@pytest.mark.slow
 def test_what_waits_in_ram_is_part_of_the_prediction_on_a_cpu() -> None:
     vae, picture = three_level_vae(attention=False), like_a_photograph(160, 160)
     tiles = plan(160, 160, 64, None, 4)

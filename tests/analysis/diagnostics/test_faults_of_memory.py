@@ -86,6 +86,7 @@ def test_a_pipeline_that_keeps_what_it_made() -> None:
     assert number(leaks["process"], "mb_per_call") == pytest.approx(KEPT_MB, rel=0.1)
 
 
+@pytest.mark.slow
 def test_latents_that_a_callback_keeps(pipe: Any) -> None:
     kept: list[torch.Tensor] = []
 
@@ -99,6 +100,7 @@ def test_latents_that_a_callback_keeps(pipe: Any) -> None:
     assert number(finding, "mb_per_call") == pytest.approx(SCALE * kept[0].nbytes / 2**20)
 
 
+@pytest.mark.slow
 def test_a_text_encoder_that_is_loaded_for_each_image(tmp_path: Path) -> None:
     pipe = make_pipeline("sd15")
     pipe.text_encoder.save_pretrained(tmp_path)

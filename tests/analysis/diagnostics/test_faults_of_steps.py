@@ -39,6 +39,7 @@ class Accumulating:
         every.T @ every
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "steps", "rule", "told"),
     [
@@ -63,6 +64,7 @@ def test_steps_that_are_not_even(
     assert findings[rule].evidence.items() >= told.items()
 
 
+@pytest.mark.slow
 def test_a_preview_between_the_steps_keeps_the_device_waiting(pipe: Any) -> None:
     gpu = SimulatedGpu()
 
@@ -103,6 +105,7 @@ def test_a_device_that_holds_itself_back(pipe: Any, nvml: dict[str, Any], rule: 
     assert {name for name in findings if name.startswith("utilization.")} == ({rule} if rule else set())
 
 
+@pytest.mark.slow
 def test_a_rank_on_a_slower_device(pipe: Any) -> None:
     call = {"num_inference_steps": 3}
     ranks = [watched(pipe, SimulatedGpu(gflops=gflops), call) for gflops in (1.0, 1.0, 0.5)]

@@ -42,6 +42,7 @@ def test_a_vae_far_larger_than_its_denoiser() -> None:
     assert 0.3 < number(finding, "share") < 0.9
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_encoded_again_after_each_step() -> None:
     pipe = make_pipeline("sd15")
     pipe.text_encoder = clip(layers=16)
@@ -56,6 +57,7 @@ def test_a_prompt_that_is_encoded_again_after_each_step() -> None:
     assert "time.text_encoding_share" not in found(watched(pipe, SimulatedGpu(), call))
 
 
+@pytest.mark.slow
 def test_prompts_that_are_encoded_before_the_call_count_too() -> None:
     pipe = make_pipeline("sd15")
     pipe.text_encoder = clip(layers=16)
@@ -69,6 +71,7 @@ def test_prompts_that_are_encoded_before_the_call_count_too() -> None:
     assert finding.evidence["calls"] == 8
 
 
+@pytest.mark.slow
 def test_a_target_that_is_missed_names_what_took_longest(pipe: Any) -> None:
     gpu = SimulatedGpu()
     monitor = sigmascope.PerformanceMonitor(1.0, accelerator=gpu, clock=gpu, sample_hz=None)

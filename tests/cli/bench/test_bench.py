@@ -38,6 +38,7 @@ def test_the_pocket_model_is_measured_and_its_runs_are_saved(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.slow
 def test_its_runs_are_kept_unless_that_is_not_wanted(tmp_path: Path, store_file: Path) -> None:
     quick("pocket", tmp_path / "first", "--no_keep", "--warmup", 0)
     assert not store_file.exists()
@@ -51,6 +52,7 @@ def test_its_runs_are_kept_unless_that_is_not_wanted(tmp_path: Path, store_file:
     assert f"runs are kept in {store_file}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_saved_pipeline_gives_stages_and_facts(folder: Path, tmp_path: Path) -> None:
     done = quick(folder, tmp_path / "runs")
     assert done.exit_code == 0, done.output
@@ -60,6 +62,7 @@ def test_a_saved_pipeline_gives_stages_and_facts(folder: Path, tmp_path: Path) -
     assert run.stage("generation").facts["pipeline"]["class_name"] == "StableDiffusionPipeline"
 
 
+@pytest.mark.slow
 def test_json_holds_every_case(folder: Path, tmp_path: Path) -> None:
     done = quick(folder, tmp_path / "runs", "--batch", "1,2", "--warmup", 0, "--json")
     found = json.loads(done.stdout)

@@ -51,6 +51,7 @@ def test_a_pipeline_paints_a_picture_and_a_page(sigmascope: Run, folder: Path, t
     ]
 
 
+@pytest.mark.slow
 def test_a_lora_that_does_nothing_ends_with_1(sigmascope: Run, folder: Path) -> None:
     code, out, _ = sigmascope(
         "lora",

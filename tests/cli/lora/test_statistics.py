@@ -35,6 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_lbm_is_run_on_noise(sigmascope: Run, tiny: Path) -> None:
     code, out, _ = sigmascope(
         "lora",
@@ -57,6 +58,7 @@ def test_an_lbm_is_run_on_noise(sigmascope: Run, tiny: Path) -> None:
     assert "down_blocks.0.resnets.0.conv1" in read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["statistics", "fit"])
 def test_memory_that_runs_out_says_what_takes_less(
     command: str, sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +84,7 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Conv2d)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_run_on_prompts_with_guidance_and_steps(sigmascope: Run) -> None:
     make_pipeline("sd15").save_pretrained("pipe")
     Path("prompts.txt").write_text("a fox\n\na house\n")
@@ -361,6 +364,7 @@ def test_a_fit_that_makes_no_sense_is_refused_and_nothing_is_lost(
     assert Path("b.safetensors").read_bytes() == b"what was there"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_fitted_is_told_before_the_model_is_run(
     sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

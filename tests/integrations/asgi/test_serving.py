@@ -91,6 +91,7 @@ def picture(brightness: int) -> bytes:
     return written.getvalue()
 
 
+@pytest.mark.slow
 def test_concurrent_clients_each_get_their_picture_and_their_generation(
     serving: Server, example: ModuleType
 ) -> None:

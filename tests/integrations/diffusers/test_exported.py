@@ -73,6 +73,7 @@ def test_a_call_that_fails_is_handed_over_as_such(publisher: Publisher, heard: l
     assert [part.outcome for part in parts(publisher, heard)] == ["oom"]
 
 
+@pytest.mark.slow
 def test_a_lora_is_judged_as_it_is_put_on_and_in_each_call(
     publisher: Publisher, heard: list[Published]
 ) -> None:

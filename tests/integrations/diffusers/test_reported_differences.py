@@ -63,6 +63,7 @@ def test_weights_that_were_edited_uncounted_between_two_watches(pipe: Any) -> No
     assert "unet weights " in first_sentence(watched(pipe), before)
 
 
+@pytest.mark.slow
 def test_a_lora_that_is_fused_and_unfused_while_watched(pipe: Any, tmp_path: Any) -> None:
     with sigmascope.watch(pipe) as watching:
         generate(pipe, "sd15")
@@ -110,6 +111,7 @@ def test_embeddings_that_stay_when_they_are_unloaded() -> None:
     assert "text_encoder_2 weights " in first_sentence(watched(pipe, "sdxl"), before)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_draws_beside_the_generator_that_the_call_gives() -> None:
     """diffusers 13678: stochastic sampling of flows draws from PyTorch's own generator, whatever the call was given."""
     from diffusers import FlowMatchEulerDiscreteScheduler

@@ -70,6 +70,7 @@ def test_helpers_before_between_and_after_stages_are_found(pipeline: Any) -> Non
         assert longest_in(rows[name]) == place_of(read_image)
 
 
+@pytest.mark.slow
 def test_what_a_worker_thread_computes_is_found(pipeline: Any) -> None:
     worker = threading.Thread(target=compute)
     with sigmascope.watch(pipeline, stacks=True) as watching:

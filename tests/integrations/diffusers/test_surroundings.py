@@ -556,6 +556,7 @@ def test_a_callback_of_a_notebook_is_named_by_its_line() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_seed_that_all_draw_from_is_compared_where_a_call_was_given_none(pipe: Any) -> None:
     def seeded(seed: int) -> Run:
         torch.manual_seed(seed)

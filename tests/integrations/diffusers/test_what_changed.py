@@ -45,6 +45,7 @@ def test_a_planted_change_is_named(before: Run, change: Change) -> None:
     assert change.words in what_changed([watched(pipe, **change.call)], [before]).headline.split(". ")[0]
 
 
+@pytest.mark.slow
 def test_the_strength_of_a_lora_is_named() -> None:
     runs = []
     for strength in (1.0, 0.5):

@@ -32,6 +32,7 @@ class Announced(Checkpoint):
         pass
 
 
+@pytest.mark.slow
 def test_every_name_of_a_full_size_single_file_is_put_into_diffusers_own() -> None:
     config = LbmConfig()
     with torch.device("meta"):

@@ -103,6 +103,7 @@ def test_every_form_of_a_backbone_gives_the_same_base(
     assert report.outside == ({"conditioner": 1} if form in ("safetensors", "ckpt") else {})
 
 
+@pytest.mark.slow
 def test_an_sdxl_refiner_gives_the_same_base_as_a_file_and_as_a_folder(refiner: Path, tmp_path: Path) -> None:
     """Four levels of which the outer ones have no attention, and one text encoder, OpenCLIP's, under its own names."""
     config = parse_config({"denoiser": REFINER, "vae": VAE, "resolution": 64})

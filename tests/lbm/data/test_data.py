@@ -126,6 +126,7 @@ def test_without_shuffling_samples_come_as_they_lie(shards: Path) -> None:
     assert keys == [key for key in lying if int(key) not in BROKEN]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(
     batch_size=st.integers(1, 5),

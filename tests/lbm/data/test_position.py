@@ -46,6 +46,7 @@ def epoch(
     return batches
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @example(batch_sizes=(3, 1, 1), processes=(4, 1, 1), cuts=(1, 1))  # more wait than a batch of the next has
 @given(

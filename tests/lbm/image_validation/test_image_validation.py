@@ -95,6 +95,7 @@ def one_step_latent(model: LbmModel, image: Image.Image) -> torch.Tensor:
     return latent
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_models_own_results(files: Files) -> None:
     for name in ("a.jpg", "b.png"):
         (files.pictures / name).unlink()
@@ -186,6 +187,7 @@ def test_half_the_change_lies_between(files: Files) -> None:
     assert 0.2 < left < 0.9
 
 
+@pytest.mark.slow
 def test_a_lora_of_zeros_changes_nothing(files: Files) -> None:
     edit_lora(files, lambda tensors: [tensors[key].zero_() for key in tensors if "lora_up" in key])
     (files.pictures / "b.png").unlink()

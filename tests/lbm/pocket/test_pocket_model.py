@@ -63,6 +63,7 @@ def test_rank_8_recovers_90_percent_of_the_gap(
     assert (with_lora - before) / (after - before) >= 0.9
 
 
+@pytest.mark.slow
 def test_full_rank_is_within_half_a_percent_in_bf16(tmp_path: Path) -> None:
     path = tmp_path / "full.safetensors"
     extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(9999, 9999, save_precision="bf16"))

@@ -35,6 +35,7 @@ def test_two_processes_that_fsdp_cannot_spread_over_are_refused(small_run: Small
     assert not list(small_run.folder.glob("out/checkpoint-*"))
 
 
+@pytest.mark.slow
 @NO_GPU
 @FORKED
 def test_auto_without_a_gpu_is_the_cpu_of_all_processes(small_run: SmallRun) -> None:

@@ -106,6 +106,7 @@ def attributes(pipeline: Any) -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.slow
 def test_kohya_names_all_match_and_those_that_diffusers_drops_are_named(tmp_path: Path) -> None:
     pipeline = make_pipeline("sdxl")
     path = write(as_kohya(lora_state(pipeline, parts_of("sdxl"))), tmp_path / "kohya.safetensors")

@@ -151,6 +151,7 @@ def test_a_size_is_kept(models: Models, size: int, precision: str) -> None:
         assert ranks(report) == {layer: min(delta.shape) for layer, delta in deltas(models).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "format",
     ["native", pytest.param("kohya", marks=pytest.mark.slow), pytest.param("peft", marks=pytest.mark.slow)],

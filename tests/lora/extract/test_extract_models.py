@@ -287,6 +287,7 @@ def test_every_form_of_a_model_gives_every_layers_change(tmp_path: Path, name: s
         assert found.error_norm == pytest.approx(error, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_load_too(tmp_path: Path) -> None:
     from sigmascope.lora.budget import Budget
 
@@ -374,6 +375,7 @@ def whole_pipeline(folder: Path, *, tuned: bool, **saving: Any) -> Path:
     return pipeline_folder(folder, {part: make(name) for part, name in names.items()}, **saving)
 
 
+@pytest.mark.slow
 def test_parts_are_compared_when_asked_for(tmp_path: Path) -> None:
     files = whole_pipeline(tmp_path / "base", tuned=False), whole_pipeline(tmp_path / "tuned", tuned=True)
     pairing = PairOptions(parts=("denoiser", "text_encoder", "vae"))
@@ -408,6 +410,7 @@ def test_parts_that_are_not_compared_and_differ_are_named(tmp_path: Path) -> Non
     assert finding.id == "lora.other_parts_changed"
 
 
+@pytest.mark.slow
 def test_one_variant_of_a_folder_is_compared_with_the_same_of_the_other(tmp_path: Path) -> None:
     files = tmp_path / "base", tmp_path / "tuned"
     for folder, tuned in zip(files, (False, True), strict=True):

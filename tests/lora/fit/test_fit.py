@@ -408,6 +408,7 @@ class TestFiles:
         assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_part_of_a_pipeline_is_fitted_and_the_others_stay(tmp_path: Path, make_lora: MakeLora) -> None:
     pipe = make_pipeline("sd15")
     unet = make_lora(pipe.unet, prefix="unet.")

@@ -327,6 +327,7 @@ def test_without_a_leak_none_is_reported(monitor: WorkflowMonitor, clip: Encoder
     assert of_the_program(monitor) == []
 
 
+@pytest.mark.slow
 def test_analyses_of_20_encodings_are_no_leak(monitor: WorkflowMonitor, clip: Encoder) -> None:
     for _ in range(20):
         watch(monitor, clip)

@@ -67,6 +67,7 @@ def _encode(one: "Sample", kernels: Kernels, *ways: str) -> Any:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"), [("kl", "direct"), ("wan", "direct"), ("wan", "tiled"), ("kl", "cpu")]
 )

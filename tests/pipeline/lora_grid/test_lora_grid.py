@@ -59,6 +59,7 @@ def painted(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_each_cell_is_as_far_from_no_lora_as_its_pictures_say(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_the_picture_is_what_the_pipeline_paints_by_itself_and_no_hook_stays(
     assert not any(module._forward_hooks for module in pipeline.unet.modules())
 
 
+@pytest.mark.slow
 def test_a_lora_that_does_nothing_is_named(pipeline: Any, loras: dict[str, Path], tmp_path: Path) -> None:
     made = lora_grid(
         pipeline,
@@ -138,6 +140,7 @@ def test_cells_are_painted_once_and_again_only_for_what_changed(
     assert grid() == [True] * 4
 
 
+@pytest.mark.slow
 def test_a_lora_of_the_same_name_and_other_content_is_painted(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -150,6 +153,7 @@ def test_a_lora_of_the_same_name_and_other_content_is_painted(
     assert reused == [[False, False], [True, False]]
 
 
+@pytest.mark.slow
 def test_stopped_it_keeps_what_is_done_and_leaves_no_half_file(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -201,6 +205,7 @@ class Page(HTMLParser):
             self._in_heading = False
 
 
+@pytest.mark.slow
 def test_the_page_holds_its_pictures_and_no_prompt_is_markup(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -289,6 +294,7 @@ def test_a_lora_for_another_model_is_named_by_its_file(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_an_adapter_is_told_from_one_without(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path
 ) -> None:

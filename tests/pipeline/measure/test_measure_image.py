@@ -12,6 +12,7 @@ from tests.pipeline.optimized import dtypes_of, optimizer
 from sigmascope.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_how_far_the_image_moved_is_told_against_the_first(clock: Clock, sd15: Any) -> None:
     found = measure(sd15, generated(clock, half_is_fast), dtype="bfloat16", repeats=1, warmup=0)
     tool = optimizer(dtype="bfloat16")

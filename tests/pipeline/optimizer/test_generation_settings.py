@@ -123,6 +123,7 @@ def test_a_video_keeps_its_shape_when_it_is_made_smaller() -> None:
     assert found["width"] / found["height"] == pytest.approx(832 / 480, rel=0.2)
 
 
+@pytest.mark.slow
 def test_where_no_size_fits_it_is_left_at_what_the_model_is_made_for() -> None:
     found = _where_nothing_is_tiled(1).configure_generation_settings(warm_pipeline("qwen_image"))
     assert (found["height"], found["width"]) == (1024, 1024)

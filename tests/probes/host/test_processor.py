@@ -147,6 +147,7 @@ def _burn(seconds: float) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system has no schedstat")
 def test_a_thread_that_shares_its_processor_waits_for_what_the_others_take() -> None:
     """Two other programs on the one processor that this one may use: it gets a third of it, and waits for the rest."""

@@ -60,6 +60,7 @@ def recorded() -> Run:
     return recorder.run()
 
 
+@pytest.mark.slow
 def test_a_recorded_run_keeps_the_rules_of_the_format() -> None:
     check_format(trace_of([recorded(), recorded()]))
 

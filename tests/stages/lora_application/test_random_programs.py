@@ -158,11 +158,13 @@ def compare(before: Weights, after: Weights, found: dict[str, Any], where: str) 
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_program_is_told_right(seed: int) -> None:
     assert len(errors_of(seed)) > 5
 
 
+@pytest.mark.slow
 def test_step_by_step_no_contents_are_needed() -> None:
     assert len(errors_of(7, "none", steps=40, at_once=1)) > 5
 

@@ -212,6 +212,7 @@ def test_layer_that_an_adapter_excludes_is_missing_by_name(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match")
 def test_of_an_alpha_that_is_nan_the_lora_is_on_the_model_and_spoils_it(tmp_path: Path) -> None:
     def with_nan_for_alpha(state: State) -> State:

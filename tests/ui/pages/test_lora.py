@@ -206,6 +206,7 @@ def test_a_name_with_folders_is_a_name(browser: TestClient, folder: Path, name: 
     assert all(path.parent.parent == folder for path in kept(folder))
 
 
+@pytest.mark.slow
 def test_sixty_texts_of_strangers_stay_text(browser: TestClient) -> None:
     def page_of(text: str) -> Parsed:
         metadata = {

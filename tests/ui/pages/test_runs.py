@@ -189,6 +189,7 @@ def test_pages_are_whole_without_eyes_or_mouse(browser: TestClient, three: list[
     assert not re.search(r'\sstyle="|\son[a-z]+="', answer.text)  # which the policy would block
 
 
+@pytest.mark.slow
 def test_links_lead_to_pages(browser: TestClient, three: list[int]) -> None:
     for path in ("/runs", "/runs/latest", f"/compare?run={three[1]}&run={three[2]}", "/trend"):
         page = browser.get(path)
@@ -276,6 +277,7 @@ def test_prompts_are_shown_only_if_asked_for(url: str, store: Store) -> None:
                 assert (prompt in client.get(path).text) is (privacy == "full")
 
 
+@pytest.mark.slow
 def test_sixty_texts_of_strangers_stay_text(url: str, store: Store) -> None:
     plain, *others = ("harmless", *PAYLOADS)
     for number, text in enumerate((plain, *others)):

@@ -61,6 +61,7 @@ def test_the_weights_are_of_the_type_asked_for(files: Path, flags: list[str], dt
     assert {tensor.dtype for tensor in state.values()} == {dtype}
 
 
+@pytest.mark.slow
 def test_json_lists_every_change_and_what_the_test_saw(files: Path) -> None:
     outcome = create(files, "--json", "--test_baseline", name="base.safetensors")
     assert outcome.exit_code == 0, outcome.output

@@ -90,6 +90,7 @@ def test_the_next_call_resumes_and_shows_each_step(trained: SmallRun) -> None:
     assert f"Wrote {trained.out / 'lora.safetensors'}" in again.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "limits", "next_step"),
     [
@@ -130,6 +131,7 @@ def test_a_session_counts_its_own_steps(trained: SmallRun) -> None:
     assert "Trained 2 steps (3 in all) in 0:0" in invoke(trained, "--max_steps", "3").stdout
 
 
+@pytest.mark.slow
 def test_progress_shows_the_total_when_another_accumulation_resumes(small_run: SmallRun) -> None:
     """10 pairs of one size, 4 in a step: 3 steps an epoch, however a step is cut into batches."""
     assert invoke(small_run, "--max_steps", "1", batch_size=4).exit_code == 0
@@ -276,6 +278,7 @@ def test_commands_in_place_of_shards_run_only_when_allowed(small_run: SmallRun) 
     assert json.loads(invoke(small_run, "--allow_pipe", "--json", **pipe).stdout)["step"] == 1
 
 
+@pytest.mark.slow
 def test_a_dry_run_runs_no_command_even_when_that_is_allowed(small_run: SmallRun) -> None:
     marker = small_run.folder / "ran"
     shards = f"pipe:touch {marker}; cat {small_run.folder / 'train-0.tar'}"

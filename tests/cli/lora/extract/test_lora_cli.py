@@ -205,6 +205,7 @@ def test_a_base_with_a_typo_in_its_name_is_guessed(make_model_pair: "MakePair", 
     )
 
 
+@pytest.mark.slow
 def test_a_missing_base_is_made_from_its_backbone(
     sigmascope: Terminal, backbone: Path, backbone_config: dict[str, Any], tmp_path: Path
 ) -> None:

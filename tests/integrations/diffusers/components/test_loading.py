@@ -91,6 +91,7 @@ def test_a_pipeline_that_is_loaded_inside_is_watched(folder: Path) -> None:
     assert len(run.stage("denoising").steps) == 2
 
 
+@pytest.mark.slow
 def test_loading_leaves_nothing_behind(folder: Path) -> None:
     import diffusers
     import transformers

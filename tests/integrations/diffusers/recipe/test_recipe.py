@@ -122,6 +122,7 @@ def test_what_is_loaded_from_memory_has_no_file(tmp_path: Path) -> None:
     assert "file" not in loras(watched(pipeline))["unet.style"]
 
 
+@pytest.mark.slow
 def test_an_attached_lora_is_in_the_recipe(tmp_path: Path) -> None:
     first, second = (load_lora(lora_file(tmp_path / str(seed), seed)) for seed in (1, 2))
     pipeline = make_pipeline("sd15")

@@ -39,6 +39,7 @@ def exit_code_of_child(work: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 def test_a_child_of_a_watched_process_generates_the_same_and_the_parent_s_record_is_whole(
     pipeline: Any, unwatched: Tensor
 ) -> None:

@@ -71,6 +71,7 @@ class TwoPasses(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
         return super().__call__(*args, **kwargs, latents=latents, output_type=output_type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_everywhere", [True, False])
 def test_each_pass_of_a_pipeline_that_calls_its_base_twice_has_its_denoising(is_everywhere: bool) -> None:
     pipeline = TwoPasses(**make_pipeline("sd15").components, requires_safety_checker=False)

@@ -115,6 +115,7 @@ def test_without_a_scheduler_calls_at_one_timestep_are_one_step(calls_a_step: in
     assert run.stage("denoising").facts["denoiser_calls"] == {"unet": 4 * calls_a_step}
 
 
+@pytest.mark.slow
 def test_pipelines_that_come_and_go_are_all_heard() -> None:
     with sigmascope.watch() as run:
         session = watch_session.OPEN_SESSIONS[-1]

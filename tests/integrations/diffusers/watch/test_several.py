@@ -5,6 +5,7 @@ import threading
 from functools import partialmethod
 from typing import Any
 
+import pytest
 import torch
 from tests.families import generate, make_pipeline
 from tests.integrations.diffusers.marks import left_behind, marks
@@ -27,6 +28,7 @@ def in_threads(*work: Any) -> None:
         thread.join()
 
 
+@pytest.mark.slow
 def test_two_threads_with_a_watch_each_have_a_record_each(unwatched: Tensor) -> None:
     runs: dict[int, Run] = {}
     images: dict[int, Tensor] = {}

@@ -59,6 +59,7 @@ def test_a_watch_keeps_the_last_generations_in_full_and_counts_the_others() -> N
     ]
 
 
+@pytest.mark.slow
 def test_a_watch_of_no_limit_keeps_all() -> None:
     pipeline = Pipeline()
     with sigmascope.watch(pipeline, sample_hz=None, keep_generations=None) as run, torch.no_grad():

@@ -33,6 +33,7 @@ def out_of_disk(step: int) -> Callable[[StepLog], None]:
     return on_log
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_the_main_process_ends_both_and_keeps_the_last_checkpoint(small_run: SmallRun) -> None:
     settings = small_run.settings(max_steps=50, save_interval=2, device="cpu")
 

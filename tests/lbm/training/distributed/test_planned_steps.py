@@ -67,6 +67,7 @@ def last_rates(run: TrainSettings, planned: int, made: int) -> tuple[float, floa
     return rates[-2], rates[-1]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     counts=st.lists(st.integers(0, 7), min_size=1, max_size=3).filter(any),

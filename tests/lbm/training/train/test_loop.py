@@ -160,6 +160,7 @@ def test_nan_stops_training_and_names_step_samples_and_layers(small_run: SmallRu
     assert run.stage("training").error is not None
 
 
+@pytest.mark.slow
 def test_the_record_says_where_the_time_went(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both clocks tell the thread's own work, so that no other program comes between them.
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=time.thread_time))

@@ -40,11 +40,13 @@ def really_kept() -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.slow
 def test_activations_are_those_that_a_forward_pass_really_keeps() -> None:
     expected = estimate_memory(tiny_settings(batch_size=2), (SIDE, SIDE)).activations
     assert expected == pytest.approx(really_kept(), rel=0.05)
 
 
+@pytest.mark.slow
 def test_twice_the_side_keeps_four_times_as_much() -> None:
     """Attention's matrix of all pairs, which would grow by sixteen, is never kept."""
     one, twice = (estimate_memory(tiny_settings(), (side, side)).activations for side in (4 * SIDE, 8 * SIDE))

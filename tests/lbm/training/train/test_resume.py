@@ -47,6 +47,7 @@ def states_are_equal(first: Path, second: Path) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "stop_at"),
     [
