@@ -81,6 +81,7 @@ def test_full_rank_is_exact_in_float32(tmp_path: Path) -> None:
     assert max(module.relative_error or 0 for module in report.modules) <= 1e-6
 
 
+@pytest.mark.slow
 def test_every_linear_and_conv_layer_of_the_denoiser_is_in_the_lora(base: LbmModel, rank8: Path) -> None:
     layers = {
         f"denoiser.{name}"
@@ -90,6 +91,7 @@ def test_every_linear_and_conv_layer_of_the_denoiser_is_in_the_lora(base: LbmMod
     assert set(load_lora(rank8).modules) == layers
 
 
+@pytest.mark.slow
 def test_hot_and_merged_latents_agree_and_unmerging_is_exact(base: LbmModel, rank8: Path) -> None:
     lora = load_lora(rank8)
     before = {key: tensor.clone() for key, tensor in base.state_dict().items()}
