@@ -93,7 +93,7 @@ class PretendedDevice:
             with self.here():
                 return function.decompose(*args, **kwargs)
         name = function.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]
         wanted = kwargs.get("device")
         there = torch.device(wanted).type if wanted is not None else None
@@ -117,7 +117,7 @@ class PretendedDevice:
         own_kwargs = {key: value for key, value in kwargs.items() if not (key == "pin_memory" and value)}
         if there == self.kind:
             own_kwargs["device"] = torch.device("cpu")
-        made = function(*tree_map(values_of, args), **tree_map(values_of, own_kwargs))
+        made = function(*mapped(values_of, args), **mapped(values_of, own_kwargs))
         if is_pinned or self._lands_pinned(name, own, there, kwargs):
             self._pinned[made.untyped_storage().data_ptr()] = made
         stays = there == self.kind or (bool(own) and there is None and name not in _TO_HOST)
@@ -155,7 +155,7 @@ class PretendedDevice:
             if own:
                 self.wait(name)
         elif name in _INDEXING:
-            indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
+            indices = [leaf for leaf in leaves_of(args[1]) if isinstance(leaf, Tensor)]
             if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
                 self.wait(f"{name} by a mask")
             if any(index.device.type == "cpu" and index.dim() for index in indices):
@@ -219,7 +219,7 @@ class PretendedDevice:
                 return changed[id(leaf)]
             return self.put(leaf) if stays and leaf.device.type == "cpu" else leaf
 
-        return tree_map(answer, made)
+        return mapped(answer, made)
 
     def put(self, values: Tensor) -> Tensor:
         """A tensor of the device with these values."""
@@ -285,7 +285,7 @@ class PretendedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        own = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PretendedTensor))
+        own = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, PretendedTensor))
         return own.pretended.run(func, args, kwargs or {})
 
     @property
@@ -414,6 +414,26 @@ def _is_composite(function: Any) -> bool:
 
 def values_of(leaf: Any) -> Any:
     return leaf.held if isinstance(leaf, PretendedTensor) else leaf
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """What lies in tuples, lists and dicts. PyTorch's own function was a fifth of the time of tests on a pretended device."""
+    kind = type(tree)
+    if kind is dict:
+        tree = tree.values()
+    elif kind is not tuple and kind is not list:
+        return tree_leaves(tree) if isinstance(tree, tuple | list | dict) else [tree]
+    return [leaf for part in tree for leaf in leaves_of(part)]
+
+
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Tuples, lists and dicts with each leaf changed."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([mapped(change, part) for part in tree])
+    if kind is dict:
+        return {key: mapped(change, part) for key, part in tree.items()}
+    return tree_map(change, tree) if isinstance(tree, tuple | list | dict) else change(tree)
 
 
 def _who_asks() -> tuple[str, bool]:
