@@ -386,7 +386,7 @@ def test_a_lora_with_nan_that_was_there_before_the_watch_is_not_said_to_act() ->
 def test_nan_at_strength_zero_is_never_called_a_lora_that_changes_nothing(how: str) -> None:
     """0 · NaN is NaN, and PEFT multiplies."""
     pipeline = make_pipeline("sd15")
-    lora = lora_state(pipeline, ["unet"])
+    lora = lora_state(pipeline, ["unet"], only="attn1")
     lora[next(name for name in lora if "lora_B" in name)][0, 0] = torch.nan
     given: dict[str, Any] = {"cross_attention_kwargs": {"scale": 0.0}} if how == "scale" else {}
     with sigmascope.watch(pipeline) as watching:
@@ -409,7 +409,7 @@ def test_nan_at_strength_zero_is_never_called_a_lora_that_changes_nothing(how: s
 @pytest.mark.filterwarnings("ignore:.*")
 def test_nan_in_an_adapter_that_is_off_spoils_nothing() -> None:
     pipeline = make_pipeline("sd15")
-    lora, bad = (lora_state(pipeline, ["unet"], seed=seed) for seed in (0, 1))
+    lora, bad = (lora_state(pipeline, ["unet"], seed=seed, only="attn1") for seed in (0, 1))
     bad[next(name for name in bad if "lora_B" in name)][0, 0] = torch.nan
     with sigmascope.watch(pipeline) as watching:
         pipeline.load_lora_weights(bad, adapter_name="a")
@@ -474,7 +474,7 @@ Act = Callable[[Any], object]
 
 
 def load(pipeline: Any, name: str = "style") -> None:
-    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3), adapter_name=name)
+    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3, only="attn1"), adapter_name=name)
 
 
 def in_step(act: Act, step: int) -> dict[str, Any]:
@@ -566,7 +566,7 @@ def test_of_a_call_of_a_traced_denoiser_nobody_knows_whether_its_lora_acts(repla
         unet.forward = lambda sample, timestep, encoder_hidden_states, **_: (
             traced(sample, timestep, encoder_hidden_states),
         )
-    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3))
+    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], size=0.3, only="attn1"))
     with sigmascope.watch(pipeline) as watching:
         picture = generate(pipeline, "sd15")
     assert torch.equal(picture, bare) is replaced
@@ -576,7 +576,7 @@ def test_of_a_call_of_a_traced_denoiser_nobody_knows_whether_its_lora_acts(repla
 @pytest.mark.parametrize("watches_fusing", [True, False])
 def test_a_lora_beside_a_fused_one_is_told_to_do_nothing(watches_fusing: bool) -> None:
     pipeline = make_pipeline("sd15")
-    first, second = (lora_state(pipeline, ["unet"], size=0.2, seed=seed) for seed in (0, 1))
+    first, second = (lora_state(pipeline, ["unet"], size=0.2, seed=seed, only="attn1") for seed in (0, 1))
     pipeline.load_lora_weights(first, adapter_name="fast")
     pipeline.fuse_lora()
     alone = generate(pipeline, "sd15", num_inference_steps=1)
@@ -614,7 +614,7 @@ def test_strengths_that_a_watched_method_set_are_no_other_codes() -> None:
 @pytest.mark.parametrize("case", ["loaded alone", "fused first", "both set", "only the second wanted"])
 def test_a_lora_that_loading_another_switched_off_is_told_where_it_stays_off(case: str) -> None:
     pipeline = make_pipeline("sd15")
-    first, second = (lora_state(pipeline, ["unet"], size=0.1, seed=seed) for seed in (0, 1))
+    first, second = (lora_state(pipeline, ["unet"], size=0.1, seed=seed, only="attn1") for seed in (0, 1))
     pipeline.load_lora_weights(dict(second), adapter_name="b")
     alone = generate(pipeline, "sd15", num_inference_steps=1)
     pipeline.unload_lora_weights()
@@ -813,7 +813,7 @@ def test_a_fused_lora_acts_beside_one_that_the_call_scales_to_zero() -> None:
 
 
 def state_with_nan(pipeline: Any) -> dict[str, Tensor]:
-    state = lora_state(pipeline, ["unet"], size=0.3)
+    state = lora_state(pipeline, ["unet"], size=0.3, only="attn1")
     next(tensor for name, tensor in state.items() if "lora_B" in name).view(-1)[0] = torch.nan
     return state
 
@@ -821,7 +821,7 @@ def state_with_nan(pipeline: Any) -> dict[str, Tensor]:
 def test_nan_that_was_beside_the_weights_is_gone_with_its_lora() -> None:
     """Fusing in the text encoder puts nothing into the denoiser's weights."""
     pipeline = make_pipeline("sd15")
-    state = lora_state(pipeline, ["unet"], size=0.3)
+    state = lora_state(pipeline, ["unet"], size=0.3, only="attn1")
     with sigmascope.watch(pipeline) as watching:
         pipeline.load_lora_weights(state_with_nan(pipeline), adapter_name="style")
         pipeline.fuse_lora(components=["text_encoder"])
@@ -836,7 +836,7 @@ def test_nan_that_was_beside_the_weights_is_gone_with_its_lora() -> None:
 def test_zeros_that_were_fused_are_nothing_that_stays_in_the_weights() -> None:
     pipeline = make_pipeline("sd15")
     bare = generate(pipeline, "sd15", num_inference_steps=1)
-    state = lora_state(pipeline, ["unet"], size=0.0)
+    state = lora_state(pipeline, ["unet"], size=0.0, only="attn1")
     with sigmascope.watch(pipeline) as watching:
         pipeline.load_lora_weights(state, adapter_name="style")
         pipeline.fuse_lora()
@@ -850,7 +850,7 @@ def test_zeros_that_were_fused_are_nothing_that_stays_in_the_weights() -> None:
 def test_what_a_call_takes_out_that_was_fused_before_the_watch_may_not_be_what_was_put_in() -> None:
     pipeline = make_pipeline("sd15")
     bare = generate(pipeline, "sd15", num_inference_steps=1)
-    state = lora_state(pipeline, ["unet"], size=0.3)
+    state = lora_state(pipeline, ["unet"], size=0.3, only="attn1")
     pipeline.load_lora_weights(dict(state), adapter_name="style")
     pipeline.fuse_lora(lora_scale=0.0)
     pipeline.set_adapters("style", 1.0)
