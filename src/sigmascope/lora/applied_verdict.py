@@ -213,7 +213,8 @@ def judge_applied(
         The verdict. Nothing is raised: if the file cannot be read, the verdict has an `error`.
     """
     given = lora.path if isinstance(lora, LoraFile) else lora
-    path = None if isinstance(given, Mapping) else str(given or "") or None  # a tensor's text takes a millisecond
+    # Of tensors it is None: the text of each would take a millisecond.
+    path = None if isinstance(given, Mapping) else str(given or "") or None
     try:
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
         for key, patch in zip(keys or [patch.key for patch in patches], _on_host(patches), strict=True):

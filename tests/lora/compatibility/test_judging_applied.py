@@ -77,6 +77,18 @@ def test_a_file_that_was_placed_is_not_placed_once_more(
     assert judge_applied(path, patches, sd15, without).error is not None
 
 
+def test_no_tensor_of_a_lora_in_memory_is_written_out_as_text(
+    sd15: Any, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A millisecond each, and on a device a wait for it."""
+    state = load_file(save(sd15, "unet", only="attn1.to_q"))
+    sd15.load_lora_weights(dict(state))
+    patches = patches_of(sd15)
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda _: pytest.fail("a tensor is written out"))
+    verdict = judge_applied(state, patches, sd15)
+    assert (verdict.complete, verdict.path) == (True, None)
+
+
 def test_the_strength_is_the_adapters_weight(sd15: Any, save: Save) -> None:
     path = save(sd15, "unet", only="attn1.to_q")
     sd15.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="style")

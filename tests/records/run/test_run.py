@@ -21,6 +21,14 @@ def test_walk_goes_through_every_depth_in_order() -> None:
     assert names == ["model_loading", "latent_decoding", "tile", "tile"]
 
 
+def test_walk_is_not_bound_by_the_depth() -> None:
+    """A node of ComfyUI's that expands into itself makes a stage inside a stage, hundreds of times."""
+    deepest = stage("0", 0.0)
+    for number in range(1, 3000):
+        deepest = stage(str(number), 0.0, None, deepest)
+    assert [inner.name for inner in deepest.walk()] == [str(number) for number in reversed(range(3000))]
+
+
 def test_a_stage_is_found_at_any_depth_and_the_first_wins() -> None:
     assert WORKFLOW.stage("tile") is TILED
 
