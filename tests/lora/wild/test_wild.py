@@ -114,10 +114,8 @@ def test_every_layer_gets_its_change(name: str, files: Path, tmp_path: Path) -> 
     assert not any(wrong.values()), wrong
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if one.family in UNETS else ()) for n, one in LAYOUTS.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_converted_to_peft_every_layer_has_its_change(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     file, truth = written(layout, tmp_path)
