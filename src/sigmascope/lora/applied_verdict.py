@@ -213,7 +213,7 @@ def judge_applied(
         The verdict. Nothing is raised: if the file cannot be read, the verdict has an `error`.
     """
     given = lora.path if isinstance(lora, LoraFile) else lora
-    # Of tensors it is None: the text of each would take a millisecond.
+    # Of tensors it is None: to write them out takes time, and on a device a wait for each.
     path = None if isinstance(given, Mapping) else str(given or "") or None
     try:
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)

@@ -80,7 +80,7 @@ def test_a_file_that_was_placed_is_not_placed_once_more(
 def test_no_tensor_of_a_lora_in_memory_is_written_out_as_text(
     sd15: Any, save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A millisecond each, and on a device a wait for it."""
+    """That takes time, and on a device a wait for each."""
     state = load_file(save(sd15, "unet", only="attn1.to_q"))
     sd15.load_lora_weights(dict(state))
     patches = patches_of(sd15)

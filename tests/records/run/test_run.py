@@ -22,7 +22,6 @@ def test_walk_goes_through_every_depth_in_order() -> None:
 
 
 def test_walk_is_not_bound_by_the_depth() -> None:
-    """A node of ComfyUI's that expands into itself makes a stage inside a stage, hundreds of times."""
     deepest = stage("0", 0.0)
     for number in range(1, 3000):
         deepest = stage(str(number), 0.0, None, deepest)
