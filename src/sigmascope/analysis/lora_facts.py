@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import isclose
 from typing import Any, Final
 
+from sigmascope import units
 from sigmascope.records.run import RECIPE, Stage
 
 FACT: Final = "lora_application"
@@ -41,7 +42,7 @@ OF_SETTING: Final = frozenset(
     }
 )
 """Findings on how LoRAs are set: a later call that they still hold for has the same."""
-EXACT: Final = 1e-3
+_EXACT: Final = 1e-3
 """The spread of a norm, as a share of it, up to which it is not called an estimate."""
 ZEROS: Final = frozenset({"lora_alpha_zero", "lora_is_zero", "lora_untrained"})
 """Findings that a LoRA holds nothing but zeros: they stand whatever else is in the weights."""
@@ -85,6 +86,16 @@ def loras_in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:
     """The LoRAs that were on the components of a call, by component and adapter, as they stood when it was over."""
     loras = mapping(mapping(stage.facts.get(RECIPE)).get("loras"))
     return {name: mapping(lora) for name, lora in loras.items()}
+
+
+def estimate_in(changes: Mapping[str, Any]) -> str | None:
+    """From what the norm of a model's changes is estimated, and how closely, in words; None if it is none or exact."""
+    spread, why = changes.get("spread"), mapping(changes.get("unavailable")).get("spread")
+    source = "from a thousand elements of each weight"
+    if isinstance(spread, float):
+        return f"{source}, to {units.rough_percent(spread)}" if spread > _EXACT else None
+    is_estimate = why is not None and changes.get("delta_norm") is not None
+    return f"{source}, and how closely is unknown: {why}" if is_estimate else None
 
 
 def range_of(strengths: object) -> tuple[float, float] | None:

@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple
 
 from sigmascope import units
 from sigmascope.analysis.lora_facts import (
-    EXACT,
     FACT,
     IDLE,
     LAZY,
@@ -17,6 +16,7 @@ from sigmascope.analysis.lora_facts import (
     TAKE_OFF,
     ZEROS,
     acting_in,
+    estimate_in,
     is_same,
     loras_in_call,
     mapping,
@@ -898,12 +898,8 @@ def _size(changes: Mapping[str, Any], patches: Mapping[str, Any], *, is_new: boo
 
 def _estimated(changes: Mapping[str, Any]) -> str | None:
     """‖ΔW‖ / ‖W‖ of a model, with its spread where it is estimated."""
-    share, spread = _percent(changes.get("relative_change")), changes.get("spread")
-    if share is None or not isinstance(spread, float) or spread < EXACT:
-        return share
-    return (
-        f"about {share} (estimated from a thousand elements of each weight, to {units.rough_percent(spread)})"
-    )
+    share, estimate = _percent(changes.get("relative_change")), estimate_in(changes)
+    return share if share is None or estimate is None else f"about {share} (estimated {estimate})"
 
 
 def _percent(share: object) -> str | None:

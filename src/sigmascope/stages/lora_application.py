@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from rich.console import Console
 
-from sigmascope.analysis.lora_facts import EXACT, SCALED
+from sigmascope.analysis.lora_facts import SCALED, estimate_in
 from sigmascope.lora.applied_verdict import AppliedVerdict
 from sigmascope.lora.file_family import title_of
 from sigmascope.lora.file_verdict import LoraVerdict
@@ -915,9 +915,8 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
     )
     if changed:
         yield Row("‖ΔW‖", figure(facts, "delta_norm", number))
-        spread = facts.get("spread") or 0.0
-        if spread > EXACT:
-            yield Row("  estimated", f"from a thousand elements of each weight, to {_share(spread)}", NOTABLE)
+        if (estimate := estimate_in(facts)) is not None:
+            yield Row("  estimated", estimate, NOTABLE)
         yield Row("‖ΔW‖ / ‖W‖", figure(facts, "relative_change", _share))
     yield from _checked_rows(part(facts, "checked"))
     yield from _arriving_rows(facts)

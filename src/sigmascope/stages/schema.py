@@ -275,7 +275,7 @@ class ValueChange(TypedDict):
 
     `measured_from` is `contents` (old and new were there), `patches` (calculated from the changes: `predicted`),
     `sample` (estimated from a thousand elements) or `used` (the weight in use contradicts the changes). `spread` is the standard
-    error of an estimated `delta_norm` as a share of it, else 0. `predicted_delta_norm` and `sampled_delta_norm` are there for
+    error of an estimated `delta_norm` as a share of it (None: it cannot be calculated), else 0. `predicted_delta_norm` and `sampled_delta_norm` are there for
     comparison.
     """
 
@@ -285,7 +285,7 @@ class ValueChange(TypedDict):
     weight_norm: float | None
     predicted: bool
     measured_from: str | None
-    spread: float
+    spread: float | None
     predicted_delta_norm: float | None
     sampled_delta_norm: float | None
     unavailable: dict[str, str]
@@ -325,7 +325,7 @@ class WeightCheck(TypedDict):
 
     `result` is `confirmed`, `contradicted`, `measured` where nothing predicts the change (an OFT of PEFT), or `unavailable`
     with the reason. `difference_norm` is the norm of the used weight less the predicted one, `rounding_norm` of a
-    change that rounding alone explains, and `elements` how many were compared: all, or a thousand.
+    change that rounding alone explains, and `elements` how many were compared: all, or a thousand. `spread` is 0 where all were.
     """
 
     result: str
@@ -335,6 +335,7 @@ class WeightCheck(TypedDict):
     weight_norm: float | None
     rounding_norm: float | None
     elements: int | None
+    spread: float | None
     unavailable: dict[str, str]
 
 
@@ -357,7 +358,7 @@ class WeightChanges(TypedDict):
     keys_compared: int
     delta_norm: float | None
     relative_change: float | None
-    spread: float
+    spread: float | None
     predicted: bool
     by_block: list[dict[str, Any]]
     drift: Drift

@@ -92,6 +92,7 @@ def weight_changes(
     total = _total_effect(effects.values())
     keys_before, keys_after = set(before.keys), set(after.keys)
     names_known = "weights" not in before.unavailable and "weights" not in after.unavailable
+    spread = _total_spread([verdict.change for verdict in changed.values()])
     unavailable = {
         name: snapshot.unavailable[what]
         for name, what, snapshot in (
@@ -124,7 +125,7 @@ def weight_changes(
         "keys_compared": sum(key in after.fingerprints for key in before.fingerprints),
         "delta_norm": total.delta_norm,
         "relative_change": total.relative_change,
-        "spread": _total_spread([verdict.change for verdict in changed.values()]),
+        "spread": spread.value,
         "predicted": any(verdict.change["predicted"] for verdict in changed.values()),
         "by_block": [block.as_dict() for block in by_block(effects)],
         "drift": _drift(verdicts),
@@ -136,6 +137,7 @@ def weight_changes(
         "unavailable": {
             **unavailable,
             **total.unavailable,
+            **({"spread": spread.reason} if spread.reason else {}),
             **({"arriving": not_arriving} if not_arriving else {}),
         },
     }
@@ -507,11 +509,15 @@ def _total_effect(effects: Collection[Effect]) -> Effect:
     return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
 
 
-def _total_spread(changes: Iterable[ValueChange]) -> float:
+def _total_spread(changes: Collection[ValueChange]) -> Reading[float]:
     """That of √Σ‖ΔW‖² from those of its parts."""
-    squares = [(change["spread"], change["delta_norm"] ** 2) for change in changes if change["delta_norm"]]
+    known = [change for change in changes if change["delta_norm"] is not None]
+    gaps = [change["unavailable"].get("spread") for change in known or changes if change["spread"] is None]
+    if gaps:
+        return Reading(None, f"of {len(gaps)} of {len(changes)} weights: {gaps[0] or 'unknown'}")
+    squares = [(change["spread"] or 0.0, (change["delta_norm"] or 0.0) ** 2) for change in known]
     whole = sum(square for _, square in squares)
-    return root_sum_square([spread * square for spread, square in squares]) / whole if whole else 0.0
+    return Reading(root_sum_square([spread * square for spread, square in squares]) / whole if whole else 0.0)
 
 
 def _drift(verdicts: Mapping[str, WeightVerdict]) -> Drift:

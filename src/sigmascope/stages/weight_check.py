@@ -53,6 +53,7 @@ _ROUNDING_OF_CODES: Final = 0.25
 """‖ΔW‖/‖W‖ of storing a weight in 8 or 4 bits again."""
 _LEAST_SHARE: Final = 0.5
 """Of a change below the rounding, so much must have arrived."""
+_PART_OF_IT: Final = "of the weight in use a thousand elements were looked at, and only their sum was kept"
 _NOT_PREDICTED: Final = "what the change does is not known without the weight"
 _NAMES: Final = ("change", "predicted", "difference", "weight", "now")
 
@@ -338,6 +339,7 @@ def _check(compared: _Compared, squares: Sequence[float]) -> WeightCheck:
         difference_norm=norms["difference"] if is_compared else None,
         weight_norm=weight,
         rounding_norm=None if weight is None else compared.stored.rounding * weight,
+        spread=Reading(0.0) if compared.elements == compared.of else Reading(None, why or _PART_OF_IT),
         elements=compared.elements,
     )
 
@@ -402,7 +404,7 @@ def _by_use(verdict: WeightVerdict | None, check: WeightCheck) -> WeightVerdict:
         {} if verdict is None else verdict.change,
         content_changed=None if verdict is None else verdict.change["content_changed"],
         measured_from="used",
-        spread=0.0,
+        spread=Reading(check["spread"], check["unavailable"].get("spread")),
         predicted_delta_norm=check["predicted_norm"],
         predicted=False,
     )

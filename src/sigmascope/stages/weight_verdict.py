@@ -387,18 +387,30 @@ def _value_change(
         ),
         sampled_delta_norm=Reading(by_sample.delta_norm, "the weight was not sampled both before and after"),
         predicted=source == "patches",
-        spread=_spread(weight) if source == "sample" else 0.0,
+        spread=0.0
+        if effect.delta_norm is not None and source != "sample"
+        else _spread(weight, why.get("delta_norm")),
     )
 
 
-def _spread(weight: WeightEvidence) -> float:
-    """The standard error of the norm that the elements of a weight estimate, as a share of it: half of that of its square."""
-    if weight.samples is None or weight.samples[0].numel() >= weight.now.numel():
-        return 0.0
-    before, after = map(as_float64, weight.samples)
+def _spread(weight: WeightEvidence, no_norm: str | None) -> Reading[float]:
+    """The standard error of the norm that the elements of a weight estimate, as a share of it: half of that of its square.
+
+    Args:
+        weight: What is known of it.
+        no_norm: Why there is no norm, if there is none.
+    """
+    if no_norm is not None or weight.samples is None:
+        return Reading(None, no_norm or NOT_LOOKED_AT)
+    before, after = (as_float64(side).flatten() for side in weight.samples)
+    if len(after) >= weight.now.numel():
+        return Reading(0.0)
     squares = (after - before).square()
-    spread = float(squares.std() / squares.mean()) / sqrt(len(squares)) / 2
-    return spread if isfinite(spread) else 0.0
+    if len(squares) < 2:
+        return Reading(None, "one element alone was looked at")
+    if not squares.any():
+        return Reading(None, "none of the elements that were looked at changed")
+    return Reading(float(squares.std() / squares.mean()) / sqrt(len(squares)) / 2)
 
 
 def _as_predicted(

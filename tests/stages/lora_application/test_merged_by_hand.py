@@ -8,7 +8,15 @@ import torch
 from tests.families import make_pipeline
 from torch import Tensor, nn
 
-from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.fingerprints import positions
+from sigmascope.stages.lora_application import (
+    analyze_lora_application_results,
+    capture_lora_baseline,
+    weight_rows,
+)
+from sigmascope.stages.signed_patches import SignedPatches
+from sigmascope.stages.weight_verdict import WeightEvidence, judge_weight, sampled_effect
 
 STRENGTHS: Final = {"once": [1.0], "below 0": [-0.37], "twice": [0.7, 0.7], "half taken out": [1.0, -0.5]}
 WITHIN: Final = 1e-3
@@ -150,3 +158,39 @@ def test_what_was_merged_by_hand_and_taken_out_again_is_no_loaders_fault() -> No
     (said,) = [one["message"] for one in found["findings"] if one["id"] == "lora_not_loaded"]
     assert "changed by rounding alone" in said
     assert not any("prefix" in one["message"] for one in found["findings"])
+
+
+def test_of_a_change_that_no_element_shows_no_spread_is_known() -> None:
+    unet = network()
+
+    def write() -> None:
+        weight = unet["blocks"][0]["to_q"].weight.data
+        kept = set(positions(weight.numel()).tolist())
+        weight.view(-1)[next(place for place in range(weight.numel()) if place not in kept)] += 1.0
+
+    told = analysed(unet, lora_of(), write)["unet_weight_changes"]
+    one = told["keys_value_changed"]["blocks.0.to_q.weight"]
+    assert (one["delta_norm"], one["spread"], told["spread"]) == (None, None, None)
+    assert one["unavailable"]["spread"] == one["unavailable"]["delta_norm"]
+    assert told["unavailable"]["spread"] == f"of 1 of 1 weights: {one['unavailable']['spread']}"
+
+
+@pytest.mark.parametrize(
+    ("elements", "why"),
+    [
+        ([0.5], "one element alone was looked at"),
+        ([0.0, 0.0], "none of the elements that were looked at changed"),
+    ],
+)
+def test_a_spread_that_cannot_be_calculated_is_not_0(elements: list[float], why: str) -> None:
+    before, after = torch.zeros(len(elements)), torch.tensor(elements)
+    merged = AppliedPatch("w", "lora", "lora_up", "", "merged", strength=1.0)
+    nothing, unread = SignedPatches(), SignedPatches((merged,), (), None, "not read")
+    evidence = WeightEvidence(torch.ones(4, 4), None, nothing, unread, True, (before, after), (), {})
+    told = judge_weight(evidence, None, sampled_effect((before, after), 16)).change
+    assert told["measured_from"] == "sample"
+    assert (told["spread"], told["unavailable"]["spread"]) == (None, why)
+    facts = {"total_keys_modified": 1, "keys_value_changed": {"w": told}, "delta_norm": told["delta_norm"]}
+    rows = weight_rows({**facts, "spread": None, "unavailable": {"spread": why}})
+    (said,) = [row.value for row in rows if row.label == "  estimated"]
+    assert said == f"from a thousand elements of each weight, and how closely is unknown: {why}"
