@@ -60,6 +60,7 @@ OPEN_VERDICTS: Final = frozenset(
         _FUSED_BEFORE,
         "lora_in_base",
         "lora_magnitudes_unknown",
+        "lora_of_base",
         "lora_may_be_lost",
         MERGED_AT_ZERO,
         NOT_SEEN,

@@ -208,6 +208,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The new adapter changes nothing yet: {factor} is zero in {modules}, as before training.",
         "Train it, or load its weights.",
     ),
+    "lora_of_base": VerdictRow(
+        "warning",
+        "Whether the LoRA acts is unknown: the adapter {adapters} began with a part that it took out of the model's weights "
+        "(init_lora_weights), and changes nothing until it is trained.",
+        "Train it, or compare a picture with one of a model without the adapter.",
+    ),
     "lora_alpha_zero": VerdictRow(
         "warning",
         "The LoRA changes nothing: alpha 0 scales its factors to zero, in {modules}.",

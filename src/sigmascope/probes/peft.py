@@ -133,6 +133,12 @@ def rewrites_model(model: nn.Module, adapter: str) -> bool:
     return _in_base(configs_of(model).get(adapter)) is not None
 
 
+def takes_from_weights(model: nn.Module, adapter: str) -> bool:
+    """Whether an adapter began with a part of the model's weights, which they lack: it changes nothing until it is trained."""
+    begun = attribute(configs_of(model).get(adapter), "init_lora_weights")
+    return isinstance(begun, str) and begun.lower().startswith(_TAKE_FROM_WEIGHTS)
+
+
 def _in_base(config: object) -> Callable[[nn.Module], str | None] | None:
     biases, begun = attribute(config, "bias"), attribute(config, "init_lora_weights")
     if isinstance(biases, str) and biases != "none":

@@ -37,7 +37,7 @@ from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.forward_passes import detour_of
 from sigmascope.probes.model_fingerprints import state_of, told
-from sigmascope.probes.peft import NO_VALUES, read_adapters, rewrites_model
+from sigmascope.probes.peft import NO_VALUES, read_adapters, rewrites_model, takes_from_weights
 from sigmascope.probes.reading import attempt, attribute
 from sigmascope.records.run import JsonScalar
 from sigmascope.units import counted
@@ -267,16 +267,19 @@ def begin_idle_lora_findings(
     beside = [*_off_in_base(pipeline, loras), *_beside_merged(pipeline, loras)]
     controls = {name for name in map(component_of, running) if name.startswith(CONTROL)}
     mute = begin_mute_nets(models_in(pipeline), controls)
+    of_base = _of_base(pipeline, running, scales)
     may_be_mute = not mute.has_arrived() or bool(mute.result())
     apart = _told_apart(pipeline, running)
-    if running and not scaled and not may_be_mute and not _is_to_be_looked_at(apart):
+    if running and not of_base and not scaled and not may_be_mute and not _is_to_be_looked_at(apart):
         return Pending(lambda: beside)
     # Only where a LoRA does nothing, or is new, is the code loaded that says why.
     from sigmascope.stages.lora_findings import IN_BASE, MERGED_AT_ZERO, IdleChange, idle_findings
 
     patches = read_adapters(pipeline).value or ()
     silent = {component_of(name) for name in left_out if name not in parts}
-    at_work = [p for p in patches if component_of(p.key) not in silent and _lora_of(p) not in parts]
+    running = {name: lora for name, lora in running.items() if name not in of_base}
+    waiting = parts.keys() | of_base.keys()
+    at_work = [p for p in patches if component_of(p.key) not in silent and _lora_of(p) not in waiting]
     empty = [p.key for p in at_work if p.state == "failed" and p.state_reason == NO_VALUES]
     if empty:
         return Pending(lambda: [_without_values(empty)])
@@ -298,7 +301,7 @@ def begin_idle_lora_findings(
     is_attached = any(component_of(key) not in silent and lora not in parts for key, lora in on.items())
     runs = _begin_idle_at_work(at_work, scaled, mute, is_attached=is_attached) if running else None
     waits = _begin_idle_left_out(left_out, parts, patches, on, seen) if left_out else None
-    spoilt = None if running else _begin_spoilt_at_zero(at_work)
+    spoilt = None if running or of_base else _begin_spoilt_at_zero(at_work)
     merged = {name.partition(".")[2] for name, lora in loras.items() if lora.get("merged")}
     are_others_in_weights = are_others_in_weights or bool(listed_as_fused(pipeline) - merged)
 
@@ -310,6 +313,8 @@ def begin_idle_lora_findings(
             return beside
         if (left_out and not of_left_out) or (spoilt is not None and spoilt.result()):
             return beside
+        if of_base:
+            return [_may_be_untrained(of_base)]
         idle = [*of_running, *of_left_out, *([] if running else switched_off)]
         is_open = (_UNKNOWN, _ON_LATE, IN_BASE, MERGED_AT_ZERO, _MAGNITUDES)
         unknown = [change for change in idle if change.cause in is_open]
@@ -388,6 +393,26 @@ def _fused_elsewhere(pipeline: object, loras: Loras) -> list[str]:
         for name, model in models_in(pipeline).items()
         if name not in with_layers and "_safe_fusing" in vars(model)
     ]
+
+
+def _of_base(pipeline: object, running: Loras, scales: Mapping[str, tuple[str, float]]) -> Loras:
+    """The LoRAs that hold a part of the model's own weights, at the strength at which they give it back."""
+    models = models_in(pipeline) if running else {}
+    return {
+        name: lora
+        for name, lora in running.items()
+        if {*(lora["strength"] or ())} == {1.0}
+        and scales.get(component_of(name), ("", 1.0))[1] == 1.0
+        and component_of(name) in models
+        and takes_from_weights(models[component_of(name)], name.partition(".")[2])
+    }
+
+
+def _may_be_untrained(loras: Loras) -> dict[str, Any]:
+    from sigmascope.lora.verdict import verdict_finding
+
+    names = dict.fromkeys(name.partition(".")[2] for name in loras)
+    return asdict(verdict_finding(_OF_BASE, {"loras": len(loras)}, adapters=" and ".join(names)))
 
 
 def _off_in_base(pipeline: object, loras: Loras) -> list[dict[str, Any]]:
@@ -756,6 +781,7 @@ _WHATEVER_WAS_MERGED: Final = ZEROS | {"lora_merged_at_zero"}
 _ON_LATE: Final = "lora_on_late_layers"
 """The finding that a LoRA is on layers of a text encoder alone that pipelines may leave out."""
 _MAGNITUDES: Final = "lora_magnitudes_unknown"
+_OF_BASE: Final = "lora_of_base"
 _UNKNOWN: Final = "lora_encoder_not_run"
 """The finding that a LoRA on a text encoder may act through embeddings that were made elsewhere."""
 _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})

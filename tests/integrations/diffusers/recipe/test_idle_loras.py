@@ -967,3 +967,40 @@ def test_a_lora_that_is_set_again_as_it_was_is_still_said_to_act() -> None:
     said = acting_lora(watching.record())
     assert said is not None
     assert "at strength 1" in said
+
+
+@pytest.mark.parametrize("begun", ["pissa", "olora"])
+@pytest.mark.parametrize("where", ["in the watch", "before it", "beside zeros"])
+def test_an_adapter_that_gives_the_model_its_own_weights_back_is_not_said_to_act(
+    begun: str, where: str
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    config = LoraConfig(**BY_PEFT, init_lora_weights=begun)
+    if where == "before it":
+        pipeline.unet.add_adapter(config, "a")
+    with sigmascope.watch(pipeline) as watching:
+        if where != "before it":
+            pipeline.unet.add_adapter(config, "a")
+        if where == "beside zeros":
+            pipeline.unet.add_adapter(LoraConfig(**BY_PEFT), "b")
+            pipeline.set_adapters(["a", "b"])
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert torch.allclose(picture, bare, atol=1e-5)
+    said = standing(watching.record())
+    assert said is not None
+    assert said.words == "unknown"
+    assert "the adapter a began with a part that it took out of the model's weights" in said.says
+
+
+def test_an_adapter_that_gives_back_half_of_what_it_took_acts() -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.unet.add_adapter(LoraConfig(**BY_PEFT, init_lora_weights="pissa"), "a")
+    pipeline.set_adapters(["a"], [0.5])
+    with sigmascope.watch(pipeline) as watching:
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.allclose(picture, bare, atol=1e-5)
+    said = standing(watching.record())
+    assert said is not None
+    assert said.words == "acts"
