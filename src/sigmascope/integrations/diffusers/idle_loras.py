@@ -330,6 +330,7 @@ def with_fused_and_gone(
     loras: Loras,
     merged_before: Collection[str],
     *,
+    at_zero: Collection[str] = (),
     is_heard: bool,
     is_fusing_heard: bool,
     fused_here: Collection[str],
@@ -341,19 +342,22 @@ def with_fused_and_gone(
         pipeline: What was called.
         loras: As `loras_of` gives them now.
         merged_before: The components of which nobody knows what is left that was merged into them before the watch.
+        at_zero: The LoRAs that were merged with strength 0 then. Taken out at another one, they may cancel what they add now.
         is_heard: Whether LoRAs were changed in the watch: that tells what became of the last one.
         is_fusing_heard: Whether some were fused in it: that tells with which strength. Of those that were fused before, and are
             no longer merged, nobody knows whether all was taken out.
         fused_here: The names of those that this pipeline fused in it.
     """
-    is_active = any(lora["active"] for lora in loras.values())
+    active = {name for name, lora in loras.items() if lora["active"]}
     known = {name.partition(".")[2] for name, lora in loras.items() if is_fusing_heard or lora.get("merged")}
     gone = sorted(listed_as_fused(pipeline) - known - {*fused_here})
-    is_told = is_active or (is_heard and not loras)
+    is_told = bool(active) or (is_heard and not loras)
     if gone and not is_told:
         said = f"the pipeline lists {' and '.join(gone)} as fused, no layer has it merged"
         return [*found, _fused_before(said, len(gone))]
     with_layers = {component_of(name) for name in loras} & {*merged_before}
+    if not found and active and active <= {*at_zero}:
+        return [may_stay_in(sorted(with_layers))]
     if with_layers and not {one["id"] for one in found} <= _WHATEVER_WAS_MERGED:
         return [may_stay_in(sorted(with_layers))]
     elsewhere = [] if is_told or is_heard else _fused_elsewhere(pipeline, loras)

@@ -6,6 +6,7 @@ Once one is taken out, the strength decides that is set then, which need not be 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -25,10 +26,14 @@ _FUSED_BY_PIPELINE: Final = "_merged_adapters"
 
 @dataclass(slots=True)
 class _Seen:
-    """What was merged into a model when it was first seen, and whether nobody knows what of it is in the weights."""
+    """What was merged into a model when it was first seen, and whether nobody knows what of it is in the weights.
+
+    `at_zero` are the names of the adapters if all that was merged had strength 0.
+    """
 
     merged: "WeakKeyDictionary[nn.Module, frozenset[str]]"
     is_open: bool
+    at_zero: frozenset[str] = frozenset()
 
     def has_been_taken_out(self, model: nn.Module) -> bool:
         """Whether some of it is no longer merged though its layers are there."""
@@ -55,7 +60,8 @@ class MergedBefore:
             merged = WeakKeyDictionary((layer, names) for layer, names in _merged_in(model) if names)
             was_fused = _FUSED_INTO_MODEL in vars(model) or _fused_by_pipeline(target, name, model)
             is_open = not _act_as_merged(model) if merged else was_fused
-            self._seen.put(model, _Seen(merged, is_open))
+            at_zero = frozenset(chain.from_iterable(merged.values())) if is_open else frozenset[str]()
+            self._seen.put(model, _Seen(merged, is_open, at_zero))
 
     def open_in(self, target: object) -> list[str]:
         """The models of a pipeline, or the one alone, of which nobody knows what of it is still in their weights."""
@@ -69,6 +75,11 @@ class MergedBefore:
             if seen.is_open:
                 found.append(name)
         return found
+
+    def at_zero_in(self, target: object) -> set[str]:
+        """The LoRAs, such as "unet.style", that were merged with strength 0: what they add now may be missing in the weights."""
+        seen = {name: self._seen.get(model) for name, model in models_in(target).items()}
+        return {f"{name}.{adapter}" for name, one in seen.items() if one for adapter in one.at_zero}
 
 
 def _merged_in(model: nn.Module) -> Iterator[tuple[nn.Module, frozenset[str]]]:

@@ -262,6 +262,7 @@ class CallObserver(Observer):
                 add = partial(
                     with_fused_and_gone,
                     found,
+                    at_zero=self.session.merged_before.at_zero_in(pipeline),
                     is_heard=self.session.heard_loras,
                     is_fusing_heard=self.session.heard_fusing,
                     fused_here=here,

@@ -180,3 +180,9 @@ def test_of_a_model_that_was_exchanged_for_another_one_nobody_knows_what_is_in_i
 
 def test_of_zeros_that_were_merged_no_part_stays() -> None:
     assert words_of("zeros", "|, fuse, set 0, unfuse") != ("acts", False)
+
+
+@pytest.mark.parametrize("program", ["fuse at 0, |, set 1, unfuse", "fuse at 0, |, set 1"])
+def test_what_was_fused_at_0_before_and_set_to_1_since_is_not_said_to_act(program: str) -> None:
+    words, moved = words_of("lora", program)
+    assert (words, moved) == ("unknown", False)
