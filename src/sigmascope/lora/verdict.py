@@ -273,9 +273,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_without_values": VerdictRow(
         "error",
-        "{model}: {count} without values, such as that of {first}: the loader found none for its factors in the file, and calls fail, or "
-        "compute with whatever lies in memory.",
-        "Load the model again, and the file under names that the loader reads: sigmascope lora convert FILE NEW --format peft.",
+        "{model}: {count} without values, such as that of {first}: {why}, and calls fail, or compute with whatever lies in memory.",
+        "Load the model again, and {how}.",
     ),
     "lora_strength_zero": VerdictRow(
         "warning", "The LoRA changes nothing: it has strength 0 on {weights}.", _SET_STRENGTH

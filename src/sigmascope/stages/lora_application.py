@@ -48,6 +48,7 @@ from sigmascope.stages.lora_findings import (
     application_findings,
     file_findings,
     idle_changes,
+    raised_by_loader,
     spoilt_weights,
 )
 from sigmascope.stages.lora_on_model import (
@@ -255,6 +256,7 @@ def analyze_lora_application_results(
     is_untrained: bool = False,
     component: str | None = None,
     lora_path: object = None,
+    fused: Collection[str] = (),
 ) -> LoraAnalysis:
     """What a LoRA's application changed, each model against its own original. Never raises.
 
@@ -271,6 +273,7 @@ def analyze_lora_application_results(
         is_untrained: Whether the adapters were made new and not loaded, as by `add_adapter`: then zeros are no fault.
         component: What findings call a `modified_unet` that is no denoiser, such as "controlnet".
         lora_path: The LoRA's file, where the baseline has none: one that the application itself downloaded.
+        fused: The names of LoRAs that may be in the weights: beside them, others are named.
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
@@ -295,6 +298,7 @@ def analyze_lora_application_results(
     placed = verdict.value if is_whole else None
     on_model = match_applied(path, on_unet, on_clip, unet.patches_on, clip.patches_on, placed)
     on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
+    raised = raised_by_loader(error)
     findings = application_findings(
         [
             (component or "Denoiser", unet.weights, unet.patches),
@@ -307,6 +311,7 @@ def analyze_lora_application_results(
                 host_of(modified_unet, modified_clip),
                 by_pipeline=hasattr(type(lora_result), "load_lora_weights") or error is not None,
                 no_loader=_shows_no_loader(of_file, unet, clip),
+                raised=raised,
             )
         ],
         effective,
@@ -317,6 +322,8 @@ def analyze_lora_application_results(
         in_conditioning=in_conditioning,
         idle=_idle_changes(unet, clip, is_untrained=is_untrained) if effective.value is False else (),
         now=[patch for model in (unet, clip) for patch in model.patches_on.patches],
+        raised=raised,
+        fused=fused,
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
     unavailable = reasons({"verdict": verdict, "applied_verdict": on_model, "effective": effective})

@@ -21,7 +21,7 @@ from sigmascope.lora.verdict import VERDICTS, is_opposed, is_without_values, opp
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.peft import NO_VALUES
-from sigmascope.probes.reading import Reading, attempt
+from sigmascope.probes.reading import Reading, attempt, error_text
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.stages.lora_on_model import (
     OPPOSITE,
@@ -96,6 +96,8 @@ def application_findings(
     in_conditioning: bool = False,
     idle: Collection[IdleChange] = (),
     now: Sequence[AppliedPatch] = (),
+    raised: str | None = None,
+    fused: Collection[str] = (),
 ) -> list[Finding]:
     """What is wrong with the application or worth knowing of it, the worst first.
 
@@ -110,10 +112,12 @@ def application_findings(
         in_conditioning: Whether it gave back hooks, or conditioning with hooks.
         idle: Where the models have changes and none has an effect, why each has none.
         now: The changes that are on them now.
+        raised: What the application raised: `raised_by_loader`.
+        fused: The names of LoRAs that may be in the weights.
     """
     findings: list[Finding] = []
     for name, weights, patches in models:
-        findings += [*on_patches(name, patches), *on_weights(name, weights)]
+        findings += [*on_patches(name, patches, raised), *on_weights(name, weights)]
     known = {finding.id for finding in findings}
     if effective.value:  # another reader took what ours does not read
         of_file = [
@@ -162,6 +166,7 @@ def file_findings(
     *,
     by_pipeline: bool = False,
     no_loader: bool = False,
+    raised: str | None = None,
 ) -> Iterator[Finding]:
     """The findings of both verdicts on a file that matter on this host's models.
 
@@ -171,6 +176,7 @@ def file_findings(
         host: `diffusers` or `comfyui`.
         by_pipeline: Whether it is known that a pipeline loaded it, and not a model by itself.
         no_loader: Whether the weights show that no loader need have left it out.
+        raised: What the loader raised: the reason, where the file shows none.
     """
     complete = applied is not None and bool(applied.there) and not applied.missing
     on_model = () if applied is None else applied.findings
@@ -197,7 +203,28 @@ def file_findings(
     causes = {"lora_not_loaded": cause, "lora_partly_loaded": _why_partly(of_file, verdict, applied)}
     for finding in on_model:
         why = causes.get(finding.id)
-        yield finding if why is None else _because(finding, why)
+        if why is None and raised is not None and finding.id in causes:
+            yield replace(
+                finding,
+                message=f"{_without_why(finding)}: the loader failed with {raised}.",
+                advice=_AFTER_ERROR,
+            )
+        else:
+            yield finding if why is None else _because(finding, why)
+
+
+def raised_by_loader(error: BaseException | str | None) -> str | None:
+    """What an application raised, in a line; None if it raised nothing."""
+    if error is None:
+        return None
+    words = " ".join(error_text(error).split())
+    return f"{words[:_MOST_OF_ERROR].rstrip('.')}{'…' * (len(words) > _MOST_OF_ERROR)}"
+
+
+_MOST_OF_ERROR: Final = 200
+_AFTER_ERROR: Final = (
+    "Mend that, load the model again, since parts of the LoRA may be on it, and then the file."
+)
 
 
 def _why_partly(
@@ -224,7 +251,7 @@ def _is_of_control(finding: Finding) -> bool:
 
 def _because(not_loaded: Finding, cause: Finding) -> Finding:
     """That nothing, or not all, is on the model, with what the file shows of the reason."""
-    start = not_loaded.message.partition(": ")[0].partition(" (")[0]
+    start = _without_why(not_loaded)
     is_whole = not_loaded.id == "lora_not_loaded"
     evidence = {**not_loaded.evidence, "cause": cause.id} if is_whole else not_loaded.evidence
     why = (
@@ -233,6 +260,10 @@ def _because(not_loaded: Finding, cause: Finding) -> Finding:
         else cause.message
     )
     return replace(not_loaded, message=f"{start}: {why}", evidence=evidence, advice=cause.advice)
+
+
+def _without_why(not_loaded: Finding) -> str:
+    return not_loaded.message.partition(": ")[0].partition(" (")[0]
 
 
 def _on_whole(
@@ -381,20 +412,36 @@ def _idle_finding(cause: str, changes: Sequence[IdleChange]) -> Finding:
     )
 
 
-def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
-    """What is wrong with the changes on a model, or worth knowing of them."""
+def without_values(name: str, keys: Sequence[str], raised: str | None = None) -> Finding:
+    """That changes of these weights have no values.
+
+    Args:
+        name: Of the model, or what ran with it.
+        keys: Of the weights.
+        raised: What the loader raised; None if it raised nothing.
+    """
+    how = "the file under names that the loader reads: sigmascope lora convert FILE NEW --format peft"
+    return verdict_finding(
+        "lora_without_values",
+        {"keys": len(keys), "acting": len(keys), "example": keys[0]},
+        model=name,
+        count=counted(len(keys), "change is", "changes are"),
+        first=keys[0],
+        why="the loader found none for its factors in the file"
+        if raised is None
+        else f"the loader failed before it gave it any ({raised})",
+        how=how if raised is None else "the file once that is mended",
+    )
+
+
+def on_patches(name: str, patches: PatchAnalysis, raised: str | None = None) -> Iterator[Finding]:
+    """What is wrong with the changes on a model, or worth knowing of them; after what the loader `raised`."""
     failed, not_finite = patches["failed"], patches["not_finite"]
     states, total = patches["states"], patches["total_patched_keys"] or 0
     empty = [key for key, reason in failed.items() if reason == NO_VALUES]
     failed = {key: reason for key, reason in failed.items() if reason != NO_VALUES}
     if empty:
-        yield verdict_finding(
-            "lora_without_values",
-            {"keys": len(empty), "acting": len(empty), "example": empty[0]},
-            model=name,
-            count=counted(len(empty), "change is", "changes are"),
-            first=empty[0],
-        )
+        yield without_values(name, empty, raised)
     if failed:
         key, reason = next(iter(failed.items()))
         yield verdict_finding(

@@ -40,7 +40,6 @@ from sigmascope.probes.model_fingerprints import state_of, told
 from sigmascope.probes.peft import NO_VALUES, read_adapters, rewrites_model, takes_from_weights
 from sigmascope.probes.reading import attempt, attribute
 from sigmascope.records.run import JsonScalar
-from sigmascope.units import counted
 
 if TYPE_CHECKING:
     from sigmascope.probes.applied_patch import AppliedPatch
@@ -568,13 +567,9 @@ def _not_seen(why: str) -> dict[str, Any]:
 
 
 def _without_values(keys: Sequence[str]) -> dict[str, Any]:
-    from sigmascope.lora.verdict import verdict_finding
+    from sigmascope.stages.lora_findings import without_values
 
-    evidence: dict[str, JsonScalar] = {"keys": len(keys), "acting": len(keys), "example": keys[0]}
-    changes = counted(len(keys), "change is", "changes are")
-    return asdict(
-        verdict_finding("lora_without_values", evidence, model="Call", count=changes, first=keys[0])
-    )
+    return asdict(without_values("Call", keys))
 
 
 def _begin_idle_at_work(

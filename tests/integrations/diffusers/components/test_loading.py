@@ -1,14 +1,18 @@
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
 from tests.families import generate, make_pipeline
+from tests.families.loras import lora_state
 from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
+from sigmascope.analysis.breakdown import headline
 from sigmascope.records.run import Run, Stage
 
 
@@ -123,3 +127,33 @@ def test_a_single_model_is_loaded_with_the_weights_of_the_file(folder: Path) -> 
     saved: dict[str, Tensor] = load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(saved[key], value) for key, value in vae.state_dict().items())
     assert run.stages[0].facts["loads"] == "AutoencoderKL"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the disk is gone"), MemoryError("no room"), KeyError("rank")]
+)
+@pytest.mark.parametrize("layers", [0, 20], ids=["at once", "halfway"])
+def test_what_a_loader_raised_is_why_its_lora_is_not_on_the_model(
+    error: Exception, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = make_pipeline("sd15")
+    update, seen = LoraLayer.update_layer, count()
+
+    def break_off(*args: Any, **options: Any) -> None:
+        if next(seen) >= layers:
+            raise error
+        update(*args, **options)
+
+    monkeypatch.setattr(LoraLayer, "update_layer", break_off)
+    with sigmascope.watch(pipeline) as watching, pytest.raises(type(error)):
+        pipeline.load_lora_weights(lora_state(pipeline, ("unet",)))
+    run = watching.record()
+    (stage,) = (stage for stage in run.walk() if stage.name == "lora_application")
+    found = stage.facts["lora_application"]["findings"]
+    about = [one for one in found if one["id"] in ("lora_not_loaded", "lora_without_values")]
+    assert about
+    for finding in about:
+        assert f"{type(error).__name__}: {error}" in finding["message"]
+        assert "convert" not in finding["advice"]
+    assert "lora convert" not in headline(run)
+    assert f"{type(error).__name__}: {error}" in headline(run)
