@@ -126,7 +126,7 @@ def application_findings(
         ]
     if "lora_not_finite" in known:  # what it was merged into holds NaN too
         findings = [finding for finding in findings if finding.id != "weights_not_finite"]
-    named = [_named(finding, models, before) for finding in of_file]
+    named = [_named(finding, models, before, fused) for finding in of_file]
     distinct = {(finding.id, finding.message): finding for finding in named if finding.id not in known}
     findings += distinct.values()
     file_is_why = any(finding.id in _FILE_IS_WHY for finding in of_file)
@@ -137,7 +137,7 @@ def application_findings(
         findings = [finding for finding in findings if finding.id not in _CONSEQUENCES]
         findings.append(verdict_finding("lora_left_off", {"patched_keys": 0}))
     elif effective.value is False and idle:
-        findings = _with_causes(findings, idle)
+        findings = _with_causes(findings, idle, by_name=bool(fused))
     elif not file_is_why and not any(finding.id == "lora_not_loaded" for finding in findings):
         findings += _on_whole(models, effective, applied, before, puts_on=puts_on)
     known = {finding.id for finding in findings}
@@ -150,11 +150,13 @@ def application_findings(
     return [replace(finding, stage=STAGE) for finding in findings]
 
 
-def _named(finding: Finding, models: _Models, before: Sequence[AppliedPatch]) -> Finding:
-    """A finding on a file by the name of its LoRA, where others are on the models too."""
+def _named(
+    finding: Finding, models: _Models, before: Sequence[AppliedPatch], fused: Collection[str]
+) -> Finding:
+    """A finding on a file by the name of its LoRA, where others are on the models too, or in their weights."""
     on = {name for _, _, patches in models for name in patches["loras"]}
     new = sorted(on - {patch.source for patch in before})
-    if len(on) < 2 or len(new) != 1:
+    if len(on | {*fused}) < 2 or len(new) != 1:
         return finding
     return replace(finding, message=finding.message.replace("The LoRA ", f"The LoRA {new[0]} ", 1))
 
@@ -353,10 +355,14 @@ def squared_strengths(patches: Iterable[AppliedPatch]) -> list[Finding]:
     ]
 
 
-def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> list[Finding]:
+def _with_causes(
+    findings: Sequence[Finding], idle: Collection[IdleChange], *, by_name: bool
+) -> list[Finding]:
     """The findings with why no change has an effect, and without what follows from it."""
     known = {finding.id for finding in findings} - _CANCELLED
-    causes = [one for one in idle_findings(idle) if one.id not in known | {"lora_changes_failed"}]
+    causes = [
+        one for one in idle_findings(idle, by_name=by_name) if one.id not in known | {"lora_changes_failed"}
+    ]
     said = _SAID_BY_CAUSES | ({change.cause for change in idle} & _CANCELLED)
     kept = [one for one in findings if one.id not in said]
     return [*causes, *kept]
@@ -376,7 +382,8 @@ def idle_findings(idle: Iterable[IdleChange], *, by_name: bool = False) -> list[
             by_cause.items(), key=lambda item: (item[0] == _NOT_ACTIVE, -len(item[1]))
         )
     ]
-    by_name = by_name or _AS_BEFORE in by_cause
+    sources = {change.source for changes in by_cause.values() for change in changes}
+    by_name = by_name or _AS_BEFORE in by_cause or (len(by_cause) > 1 and len(sources) > 1)
     return [_by_name(one, by_cause[one.id]) for one in found] if by_name else found
 
 
@@ -384,10 +391,12 @@ _NOT_ACTIVE: Final = "lora_not_active"
 
 
 def _by_name(finding: Finding, changes: Sequence[IdleChange]) -> Finding:
-    names = " and ".join(dict.fromkeys(change.source for change in changes if change.source))
+    names = [*dict.fromkeys(change.source for change in changes if change.source)]
     if not names or finding.id == _AS_BEFORE:
         return finding
-    return replace(finding, message=finding.message.replace("The LoRA", f"The LoRA {names}", 1))
+    one = f"The LoRA {names[0]}" if len(names) == 1 else f"Each of the LoRAs {' and '.join(names)}"
+    message = re.sub(r"^The LoRA(?= )", one, finding.message)
+    return replace(finding, message=re.sub(r"^The LoRAs", f"The LoRAs {' and '.join(names)}", message))
 
 
 def _idle_finding(cause: str, changes: Sequence[IdleChange]) -> Finding:

@@ -523,6 +523,7 @@ class LoraObserver(Observer):
             is_untrained=method in _MAKES_ADAPTERS,
             component=self._component(target),
             lora_path=path,
+            fused=listed_as_fused(target),
         )
         if open_in := self.session.merged_before.open_in(target):
             model, _ = self._models.get(target) or (None, None)

@@ -1004,3 +1004,39 @@ def test_an_adapter_that_gives_back_half_of_what_it_took_acts() -> None:
     said = standing(watching.record())
     assert said is not None
     assert said.words == "acts"
+
+
+@pytest.mark.parametrize("zero", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("when", ["in the watch", "before it", "beside a fused one"])
+def test_zeros_beside_another_lora_are_named_in_every_finding(zero: str, when: str) -> None:
+    pipeline = make_pipeline("sd15")
+    lora = lora_state(pipeline, ("unet",), size=0.3)
+    zeros = {name: tensor * (zero not in name) for name, tensor in lora.items()}
+
+    def load() -> None:
+        pipeline.load_lora_weights(dict(lora), adapter_name="a")
+        if when == "beside a fused one":
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
+        pipeline.load_lora_weights(dict(zeros), adapter_name="b")
+
+    if when == "before it":
+        load()
+    with sigmascope.watch(pipeline) as watching:
+        if when != "before it":
+            load()
+        generate(pipeline, "sd15", num_inference_steps=1)
+    run = watching.record()
+    found = [
+        finding["message"]
+        for stage in run.walk()
+        for finding in (
+            *stage.facts.get("idle_loras", ()),
+            *stage.facts.get("lora_application", {"findings": ()})["findings"],
+        )
+        if finding["id"] == "lora_is_zero"
+    ]
+    assert found
+    assert all(
+        message.startswith("The LoRA b changes nothing: all its changes are zero") for message in found
+    )
