@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Any
+from math import isclose
+from typing import Any, Final
 
 from sigmascope.analysis.lora_facts import (
     FACT,
@@ -131,6 +132,47 @@ def are_other_weights(run: Run) -> bool:
                 name for name, content in left.items() if now.get(name, content) not in (None, content)
             }
     return not is_active and bool(others) and others >= _merged_into(run)
+
+
+def with_known_shares(run: Run, change: Stage, name: str, patches: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is on a side, each merged LoRA with the ‖ΔW‖ / ‖W‖ that it was merged with: one that is set later changes nothing.
+
+    Args:
+        run: The record.
+        change: The stage that says what is on the side.
+        name: Of the side.
+        patches: What is on it.
+    """
+    stages = [*run.walk()]
+    history = [
+        mapping(mapping(mapping(stage.facts[FACT]).get(f"{side}_lora_patches")).get("loras"))
+        for stage in reversed(stages[: stages.index(change) + 1])
+        if FACT in stage.facts
+        for own, side in names_of_sides(stage)
+        if own == name
+    ]
+    loras = dict(mapping(patches.get("loras")))
+    for lora, held in loras.items():
+        before = [mapping(one.get(lora)) for one in history]
+        merged = [*takewhile(lambda one: "merged" in mapping(one.get("states")), before)]
+        if not merged or mapping(held).get("relative_change") is not None:
+            continue
+        norm = merged[-1].get("delta_norm")
+        same = (
+            one.get("relative_change")
+            for one in takewhile(bool, before[len(merged) - 1 :])
+            if _is_same_norm(one.get("delta_norm"), norm)
+        )
+        loras[lora] = {**held, "relative_change": next((one for one in same if one is not None), None)}
+    return {**patches, "loras": loras}
+
+
+def _is_same_norm(one: object, other: object) -> bool:
+    return isinstance(one, float) and isinstance(other, float) and isclose(one, other, rel_tol=_SAME_NORM)
+
+
+_SAME_NORM: Final = 1e-4
+"""How near two norms are, as a share, of the same changes: hosts round strengths, and files differ by more."""
 
 
 def _merged_into(run: Run) -> set[str]:

@@ -33,6 +33,7 @@ from sigmascope.analysis.lora_in_weights import (
     left_in_weights,
     may_be_left,
     saw_merging,
+    with_known_shares,
 )
 from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import GENERATION
@@ -511,8 +512,14 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     is_new = method.startswith("load_") or method in _MAKES
     sizes = [
         f"{size} in the {name}"
-        for name, *side in sides
-        if (size := _size(*side, is_new=is_new and (name, *side) not in others))
+        for name, changes, patches in sides
+        if (
+            size := _size(
+                changes,
+                with_known_shares(run, stage, name, patches),
+                is_new=is_new and (name, changes, patches) not in others,
+            )
+        )
     ]
     in_weights = is_on and is_in_weights(run, stage)
     since = _changed_since(run, *_as_set_last(run, stage)) if is_on and not in_weights else None

@@ -1,5 +1,6 @@
 """Whether the LoRAs of a call acted in it, beside its picture: on what did not run, and changed while it ran."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1040,3 +1041,19 @@ def test_zeros_beside_another_lora_are_named_in_every_finding(zero: str, when: s
     assert all(
         message.startswith("The LoRA b changes nothing: all its changes are zero") for message in found
     )
+
+
+def test_a_fused_lora_keeps_its_share_when_it_is_set_to_another_strength() -> None:
+    pipeline = make_pipeline("sd15")
+    lora = lora_state(pipeline, ("unet", "text_encoder"), size=0.3)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(dict(lora), adapter_name="a")
+        pipeline.fuse_lora(components=["unet"])
+        fused = standing(watching.record())
+        pipeline.set_adapters(["a"], [0.5])
+        generate(pipeline, "sd15", num_inference_steps=1)
+    said = standing(watching.record())
+    assert fused is not None
+    assert said is not None
+    before, now = (re.findall(r"([\d.]+) % in the", told.says) for told in (fused, said))
+    assert now == [before[0], f"{float(before[1]) / 2:.2g}"]
