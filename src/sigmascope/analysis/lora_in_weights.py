@@ -15,6 +15,7 @@ from sigmascope.analysis.lora_facts import (
     WEIGHTS_BEFORE,
     WEIGHTS_LEFT,
     ZEROS,
+    acting_in,
     is_same,
     loras_in_call,
     mapping,
@@ -173,6 +174,48 @@ def _is_same_norm(one: object, other: object) -> bool:
 
 _SAME_NORM: Final = 1e-4
 """How near two norms are, as a share, of the same changes: hosts round strengths, and files differ by more."""
+
+
+def may_cancel(run: Run, name: str, patches: Mapping[str, Any]) -> bool:
+    """Whether LoRAs on a side may take away all that others left in its weights: their signed norms sum to 0.
+
+    Args:
+        run: The record.
+        name: Of the side.
+        patches: What is on it.
+    """
+    left, beside = _signed_norm_left(run, name), [_signed_norm(one) for one in acting_in(patches).values()]
+    if not left or not beside or any(one is None for one in beside):
+        return False
+    return _is_same_norm(float(left), -sum(one or 0.0 for one in beside))
+
+
+def _signed_norm(lora: Mapping[str, Any]) -> float | None:
+    """‖ΔW‖ with the sign of the strength; None if it is not known or of both signs."""
+    strengths, norm = range_of(lora.get("strengths")), lora.get("delta_norm")
+    if strengths is None or not isinstance(norm, float) or strengths[0] * strengths[1] < 0.0:
+        return None
+    return norm if strengths[1] > 0.0 else -norm
+
+
+def _signed_norm_left(run: Run, name: str) -> float | None:
+    """The sum of those that were merged into a side and whose layers were taken off; None if one is not known."""
+    left: list[float | None] = []
+    merged: dict[str, float | None] = {}
+    for stage in run.walk():
+        for own, side in names_of_sides(stage) if FACT in stage.facts else ():
+            if own != name:
+                continue
+            loras = mapping(mapping(mapping(stage.facts[FACT]).get(f"{side}_lora_patches")).get("loras"))
+            if stage.facts.get("method") in TAKE_OFF:
+                left += [norm for lora, norm in merged.items() if lora not in loras]
+            now = {lora: mapping(one) for lora, one in loras.items()}
+            merged = {
+                lora: merged.get(lora, _signed_norm(one))
+                for lora, one in now.items()
+                if "merged" in mapping(one.get("states"))
+            }
+    return None if None in left else sum(one or 0.0 for one in left)
 
 
 def _merged_into(run: Run) -> set[str]:

@@ -32,6 +32,7 @@ from sigmascope.analysis.lora_in_weights import (
     is_in_weights,
     left_in_weights,
     may_be_left,
+    may_cancel,
     saw_merging,
     with_known_shares,
 )
@@ -106,6 +107,8 @@ def standing(run: Run) -> LoraStanding | None:
     acts = _acting_standing(run)
     if acts is not None and acts.words != "taken off" and are_other_weights(run):
         unknown, acts = unknown or _OTHER_WEIGHTS, None
+    if acts is not None and _may_cancel(run):
+        unknown, acts = unknown or _MAY_CANCEL, None
     unknown = unknown or (_not_told(run) if acts is None else None)
     return acts or (None if unknown is None else LoraStanding("unknown", unknown, None))
 
@@ -141,6 +144,26 @@ _MAY_BE_LEFT: Final = (
     f"{_IS_OPEN}: it was merged before the watch and taken off with strength 0, "
     "which leaves it in the weights if that was set after merging."
 )
+
+
+_MAY_CANCEL: Final = f"{_IS_OPEN}: it may take away all that was fused before and stays in the weights, since both have the same ‖ΔW‖ and opposite signs."
+
+
+def _may_cancel(run: Run) -> bool:
+    """Whether all that acts as the last change left it may cancel what stays in the weights."""
+    change = _last_change(run)
+    if change is None:
+        return False
+    last, patches = _as_set_last(run, change)
+    sides = [
+        (name, side) for (name, _), side in zip(names_of_sides(last), patches, strict=True) if acting_in(side)
+    ]
+    left = left_in_weights(run) if sides else []
+    return (
+        bool(left)
+        and {name for name, _ in sides} >= {*left}
+        and all(may_cancel(run, *side) for side in sides)
+    )
 
 
 def _open_change(run: Run) -> str | None:

@@ -53,6 +53,7 @@ from sigmascope.stages.lora_findings import (
 )
 from sigmascope.stages.lora_on_model import (
     FUSED,
+    SAME_CANCELLED,
     has_hooks,
     host_of,
     lora_file_facts,
@@ -118,6 +119,7 @@ from sigmascope.stages.weight_changes import (
     BeforeAndAfter,
     Verdicts,
     acts,
+    changes_of_content,
     look_again,
     weight_changes,
     weight_verdicts,
@@ -537,7 +539,7 @@ def _explain_fused_weights(
     *models: object,
 ) -> Reading[AppliedVerdict]:
     """What is on the models with what is in their weights, which is taken off the unexplained ones."""
-    if on_model.value is None or not on_model.value.missing:
+    if on_model.value is None:
         return on_model
     names = attempt(lambda: names_of_all(*models)).value
     if names is None:
@@ -553,7 +555,12 @@ def _explain_fused_weights(
         if not model.has_patches
         for key in model.weights["drift"]["keys"]
     }
-    fused = with_fused(path, verdict.value, on_model.value, samples, rounded)
+    had_changes = {
+        name(patch.key)
+        for name, model in zip(names, (unet, clip), strict=True)
+        for patch in model.patches_before
+    }
+    fused = with_fused(path, verdict.value, on_model.value, samples, rounded, had_changes)
     explained = {key for module in fused.there if module.state_reason == FUSED for key in module.keys}
     for name, model in zip(names, (unet, clip), strict=True):
         weights = model.weights
@@ -606,10 +613,19 @@ def _idle_changes(*models: ModelAnalysis, is_untrained: bool) -> list[IdleChange
     changes = [
         change
         for model in models
-        for change in attempt(lambda m=model: idle_changes(m.patches_on, m.looks.before)).value or ()  # type: ignore[misc]
+        for change in attempt(lambda m=model: [*_idle_on(m)]).value or ()  # type: ignore[misc]
         if lookup(lookup(model.weights["checked"], change.key), "result") != "contradicted"
     ]
     return [_before_training(change) for change in changes] if is_untrained else changes
+
+
+def _idle_on(model: ModelAnalysis) -> Iterator[IdleChange]:
+    """The idle changes of one model: beside a weight that is another now, what was merged into that takes them away."""
+    is_other = changes_of_content(model.looks.before, model.looks.after)
+    beside = {(patch.key, patch.source) for patch in model.patches_on.patches if patch.state == "lazy"}
+    for idle in idle_changes(model.patches_on, model.looks.before):
+        is_cancelled = idle.cause == "lora_without_effect" and (idle.key, idle.source) in beside
+        yield idle._replace(cause=SAME_CANCELLED) if is_cancelled and is_other(idle.key) else idle
 
 
 def _before_training(change: IdleChange) -> IdleChange:

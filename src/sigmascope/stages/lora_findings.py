@@ -691,10 +691,9 @@ def _why_by_itself(
         return "lora_lost_in_rounding", dtype
     if attempt(lambda: _is_below_any_bit(patch, extremes, before)).value:
         return "lora_lost_in_rounding", "float32"
-    return (
-        "lora_without_effect",
-        f"{patch.state_reason or 'its state is not known'}, and the weight is as before",
-    )
+    why = f"{patch.state_reason or 'its state is not known'}, and the weight is as before"
+    merged = " (it was merged with strength 0, or what was merged before cancels it)"
+    return "lora_without_effect", f"{why}{merged}" if patch.state == "merged" else why
 
 
 def _why_by_magnitudes(patch: AppliedPatch, zero_tensor: str | None) -> tuple[str, str]:

@@ -323,6 +323,7 @@ def with_fused(
     on_model: AppliedVerdict,
     samples: Samples,
     rounded: Collection[str] = (),
+    had_changes: Collection[str] = (),
 ) -> AppliedVerdict:
     """The verdict on what is on the models, with the modules that are found in the weights. Never raises.
 
@@ -332,11 +333,14 @@ def with_fused(
         on_model: Which of them the adapters on the models account for.
         samples: The same elements of each weight before and now, by the name that `verdict` has for it.
         rounded: The weights that changed by rounding alone though no adapter was on them.
+        had_changes: Those that had changes before: taking these out of a weight puts nothing into it.
     """
     if verdict is None:
         return on_model
     left = {name: sample for name, sample in samples.items() if name not in rounded}
-    fused = attempt(lambda: dict(_fused_modules(_source(path), verdict, on_model, left))).value or {}
+    fused = (
+        attempt(lambda: dict(_fused_modules(_source(path), verdict, on_model, left, had_changes))).value or {}
+    )
     of_rounded = (
         module for module in verdict.matched if module.layers and rounded and {*module.layers} <= {*rounded}
     )
@@ -351,17 +355,39 @@ def with_fused(
 
 
 def _fused_modules(
-    path: Path | Mapping[str, Tensor], verdict: LoraVerdict, on_model: AppliedVerdict, samples: Samples
+    path: Path | Mapping[str, Tensor],
+    verdict: LoraVerdict,
+    on_model: AppliedVerdict,
+    samples: Samples,
+    had_changes: Collection[str],
 ) -> Iterator[tuple[str, AppliedModule]]:
     layers = {module.name: module.layers for module in verdict.matched}
     with open_lora(path, check_finite=False) as lora:
-        for module in on_model.missing:
+        missing = {module.name for module in on_model.missing}
+        for module in on_model.modules:
             key, *others = layers.get(module.name) or ("",)
-            strength = (
-                None if others or key not in samples else _fused_strength(lora, module.name, *samples[key])
-            )
-            if strength is not None:
+            is_beside = module.states == ("lazy",) and module.strength is not None and key not in had_changes
+            if others or key not in samples or not (is_beside or module.name in missing):
+                continue
+            strength = _fused_strength(lora, module.name, *samples[key])
+            if strength is None:
+                continue
+            if is_beside:
+                yield module.name, _in_weight_too(module, strength)
+            else:
                 yield module.name, AppliedModule(module.name, (key,), 1, ("merged",), FUSED, strength)
+
+
+def _in_weight_too(module: AppliedModule, strength: float) -> AppliedModule:
+    """A module that acts beside its weight, and is in it with a strength."""
+    near = round(strength, _DIGITS_OF_FUSED)  # as far as the elements tell
+    return replace(
+        module,
+        times=module.times + 1,
+        states=(*module.states, "merged"),
+        strength=(module.strength or 0.0) + near,
+        strengths=(*module.strengths, near),
+    )
 
 
 def _fused_strength(lora: LoraFile, name: str, before: Tensor, after: Tensor) -> float | None:
@@ -376,6 +402,9 @@ def _fused_strength(lora: LoraFile, name: str, before: Tensor, after: Tensor) ->
         return None
     inner = float(expected @ change_seen)
     return inner / float(expected @ expected) if abs(inner) > _LEAST_COSINE_OF_FUSED * lengths else None
+
+
+_DIGITS_OF_FUSED: Final = 3
 
 
 def elements_of_change(change: LoraFactors) -> Tensor:

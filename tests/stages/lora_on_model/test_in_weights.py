@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families import make_pipeline
+from tests.families import generate, make_pipeline
 from tests.families.loras import lora_state, write
 
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
-pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Already found a `peft_config`", "ignore:Adapter cannot be set when the model is merged"
+)
 
 
 def fused(folder: Path, *, scale: float = 1.0, others: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -80,3 +82,51 @@ def test_another_lora_is_not_found_in_them(tmp_path: Path) -> None:
     assert verdict["modules_there"] < 0.1 * verdict["total_modules"]
     assert analysis["unet_weight_changes"]["unexplained"]
     assert not analysis["success"]
+
+
+TWICE = {
+    "fused and loaded again": ("fuse, unload, load", {"lora_applied_twice"}),
+    "fused, unfused and loaded again": ("fuse, unfuse, unload, load", set()),
+    "fused and loaded again at -1": ("fuse, unload, load, set -1", {"lora_cancelled"}),
+    "fused, kept and both set": ("fuse, load, set both", {"lora_applied_twice"}),
+}
+OF_TWO = {"lora_applied_twice", "lora_cancelled", "lora_opposed", "lora_without_effect"}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("since", ["bare", "fused"])
+def test_a_file_that_was_fused_and_loaded_again_is_told_as_what_it_does(
+    name: str, since: str, tmp_path: Path
+) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    path = str(write(lora_state(pipeline, ("unet",), size=0.3), tmp_path / "style.safetensors"))
+    pipeline.load_lora_weights(path, adapter_name="once")
+    once = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.unload_lora_weights()
+    acts = {
+        "fuse": lambda: pipeline.fuse_lora(),
+        "unfuse": lambda: pipeline.unfuse_lora(),
+        "unload": lambda: pipeline.unload_lora_weights(),
+        "load": lambda: pipeline.load_lora_weights(path, adapter_name="b"),
+        "set -1": lambda: pipeline.set_adapters(["b"], [-1.0]),
+        "set both": lambda: pipeline.set_adapters(["a", "b"]),
+    }
+    program, says = TWICE[name]
+    baseline = capture_lora_baseline(pipeline.unet, None, path)
+    pipeline.load_lora_weights(path, adapter_name="a")
+    for number, act in enumerate(program.split(", ")):
+        acts[act]()
+        if number == 0 and since == "fused":
+            baseline = capture_lora_baseline(pipeline.unet, None, path)
+    found = analyze_lora_application_results(baseline, pipeline.unet, None, pipeline)
+    picture = generate(pipeline, "sd15", num_inference_steps=1)
+    is_nothing = torch.allclose(picture, bare, atol=1e-5)
+    is_once = torch.allclose(picture, once, atol=1e-5)
+    assert (is_nothing, is_once) == ("lora_cancelled" in says, not says)
+    told = {one["id"] for one in found["findings"]} & OF_TWO
+    if since == "bare":
+        assert found["effective"] is not is_nothing
+        assert told == says
+    else:  # what was in the weights then is not what changed
+        assert told <= says

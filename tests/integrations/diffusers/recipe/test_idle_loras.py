@@ -1043,6 +1043,39 @@ def test_zeros_beside_another_lora_are_named_in_every_finding(zero: str, when: s
     )
 
 
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("fuse, unload, load, set -1", "unknown"),
+        ("fuse, unload, load, set -1, fuse", "unknown"),
+        ("fuse, unload, load, set -0.5", "acts"),
+        ("fuse, unload, load", "acts"),
+        ("fuse, unfuse, unload, load, set -1", "acts"),
+    ],
+)
+def test_what_takes_away_all_that_was_fused_before_is_not_said_to_act(program: str, words: str) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    lora = lora_state(pipeline, ("unet",), size=0.3)
+    acts: dict[str, Callable[[], object]] = {
+        "fuse": lambda: pipeline.fuse_lora(),
+        "unfuse": lambda: pipeline.unfuse_lora(),
+        "unload": lambda: pipeline.unload_lora_weights(),
+        "load": lambda: pipeline.load_lora_weights(dict(lora), adapter_name="b"),
+        "set -1": lambda: pipeline.set_adapters(["b"], [-1.0]),
+        "set -0.5": lambda: pipeline.set_adapters(["b"], [-0.5]),
+    }
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(dict(lora), adapter_name="a")
+        for act in program.split(", "):
+            acts[act]()
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert torch.allclose(picture, bare, atol=1e-5) is (words == "unknown")
+    said = standing(watching.record())
+    assert said is not None
+    assert said.words == words
+
+
 def test_a_fused_lora_keeps_its_share_when_it_is_set_to_another_strength() -> None:
     pipeline = make_pipeline("sd15")
     lora = lora_state(pipeline, ("unet", "text_encoder"), size=0.3)
