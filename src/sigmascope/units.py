@@ -127,6 +127,20 @@ def rough_percent(share: float, digits: int = 2) -> str:
     return f"{value:,.0f} %" if 10**digits <= abs(rounded) < _ENDLESS else f"{rounded:.{digits}g} %"
 
 
+def with_noise(noise: float, size: str) -> str:
+    """The noise of what arrived of a change, in words: `with noise of 12 % of its size`.
+
+    Args:
+        noise: Its norm as a share of that of what was to arrive.
+        size: The same in words, such as `12 % of` or `15 times`.
+    """
+    return "with no noise to speak of" if noise < _NO_NOISE else f"with noise of {size} its size"
+
+
+_NO_NOISE: Final = 0.005
+"""A share below which whole per cents say 0."""
+
+
 def percent_change(share: float, decimals: int = 1) -> str:
     """A change as a share, in per cent with its sign: `+41.9 %`; see `signed`."""
     return f"{signed(100 * share, decimals)} %"

@@ -399,7 +399,7 @@ def test_a_fused_lora_does_nothing_where_another_model_runs_with_the_weights_fro
 def test_of_two_parts_that_a_lora_was_merged_into_one_may_still_have_it() -> None:
     run = run_of(merged_into(unet="bare", text_encoder="plain"), ran_on(unet="bare", text_encoder="merged"))
     assert idle_lora(run) is None
-    assert acting_lora(run) == "The LoRA acts in the text encoders: it is in the weights."
+    assert acting_lora(run) == "The LoRA acts in the text encoders: it is merged into the weights."
 
 
 def nan(acting: int) -> dict[str, Any]:
@@ -458,7 +458,7 @@ def changed(loras: dict[str, Any], *findings: dict[str, Any]) -> Stage:
         ({"a": lora(0.05, lazy=9)}, "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."),
         (
             {"a": lora(0.05, lazy=9), "b": lora(0.2, merged=3, inactive=1), "c": lora(0.3, inactive=2)},
-            "The LoRAs act: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser. LoRA c is off or of strength 0.",
+            "The LoRAs act: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser. LoRA c is off or has strength 0.",
         ),
         ({"a": lora(None, lazy=9)}, "The LoRA acts."),
         ({"a": lora(0.05, inactive=9), "b": lora(None, failed=1)}, None),
@@ -481,7 +481,7 @@ def test_a_lora_acts_as_it_is_on_the_model_now_not_as_it_changed_last(
         (
             "load_lora_weights",
             {"b": lora(0.2, inactive=9)},
-            "The LoRA acts. LoRA b is off or of strength 0.",
+            "The LoRA acts. LoRA b is off or has strength 0.",
         ),
     ],
     ids=["alone", "set since", "beside another"],
@@ -517,7 +517,7 @@ def test_what_taking_a_fused_dora_off_leaves_open_is_settled_by_what_stays_in_th
     analysis = {**off.facts["lora_application"], "effective": None, "findings": [open_change]}
     off = replace(off, facts={**off.facts, "lora_application": analysis})
     run = run_of(fused, off, call())
-    assert acting_lora(run) == "The LoRA acts in the denoiser: it is in the weights."
+    assert acting_lora(run) == "The LoRA acts in the denoiser: it is merged into the weights."
     assert find_stage_findings(run) == []
     alone = run_of(changed({}, open_change), call())
     assert [finding.id for finding in find_stage_findings(alone)] == ["lora_not_seen"]
@@ -562,7 +562,7 @@ def test_what_arrived_of_a_fused_lora_is_said_in_place_of_what_was_confirmed(
     loaded, fused = changed({"a": lora(0.05, lazy=9)}), changed({"a": lora(0.05, merged=9)}, finding)
     assert acting_lora(run_of(loaded, fused, call())) == words
     assert acting_lora(run_of(loaded, fused, taken_off("unload_lora_weights", False), call())) == (
-        words if finding is WEAK else words.replace("denoiser.", "denoiser. It is in the weights.")
+        words if finding is WEAK else words.replace("denoiser.", "denoiser. It is merged into the weights.")
     )
 
 
@@ -720,14 +720,14 @@ def test_a_lora_that_was_taken_off_without_any_change_is_in_the_weights(
     stage: Stage, is_in_weights: bool
 ) -> None:
     run = run_of(changed({"a": lora(0.05, lazy=9)}), stage, call_that_scales())
-    words = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser. It is in the weights."
+    words = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser. It is merged into the weights."
     assert acting_lora(run) == (words if is_in_weights else None)
 
 
 def test_a_lora_that_was_off_and_is_deleted_is_no_longer_named() -> None:
     on = changed({"a": lora(0.05, lazy=9), "b": lora(None, inactive=9)})
     acts = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."
-    assert acting_lora(run_of(on)) == f"{acts} LoRA b is off or of strength 0."
+    assert acting_lora(run_of(on)) == f"{acts} LoRA b is off or has strength 0."
     deleted = taken_off("delete_adapters", False, {"unet": [], "clip": []}, a=lora(0.05, lazy=9))
     assert acting_lora(run_of(on, deleted)) == acts
 
@@ -735,7 +735,7 @@ def test_a_lora_that_was_off_and_is_deleted_is_no_longer_named() -> None:
 def test_a_lora_that_was_fused_before_another_is_in_the_weights_beside_it() -> None:
     off = taken_off("unload_lora_weights", False, {"unet": [1.0], "clip": []})
     one = (changed({"a": lora(0.05, lazy=9)}), off)
-    words = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser. It is in the weights."
+    words = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser. It is merged into the weights."
     assert acting_lora(run_of(*one, call_that_scales())) == words
     other = changed({"b": lora(0.2, lazy=9)})
     assert acting_lora(run_of(*one, other, off, call_that_scales())) == (

@@ -373,7 +373,9 @@ def test_a_finding_has_the_figures_of_what_helps_here(tmp_path: Path) -> None:
         assert noisy.evidence[f"share_{way}"] == pytest.approx(share, abs=0.02)
         assert noisy.evidence[f"noise_{way}"] == pytest.approx(noise, abs=0.02)
     assert noisy.advice is not None
-    assert "unmerged (100 % arrive, without noise), or merge it into a base in bf16 (100 % " in noisy.advice
+    assert (
+        "unmerged (all of it arrives, without noise), or merge it into a base in bf16 (100 % " in noisy.advice
+    )
     assert "nearest" not in noisy.advice
 
 

@@ -16,6 +16,7 @@ from sigmascope.units import (
     statistic,
     time_to_come,
     took,
+    with_noise,
 )
 
 
@@ -107,3 +108,15 @@ def test_a_count_agrees_with_its_noun_and_verb() -> None:
 )
 def test_what_is_still_to_come_is_told_as_people_do(value: float | None, words: str) -> None:
     assert time_to_come(value) == words
+
+
+@pytest.mark.parametrize(
+    ("noise", "says"),
+    [
+        (0.0, "with no noise to speak of"),
+        (0.0049, "with no noise to speak of"),
+        (0.12, "with noise of 12 % of its size"),
+    ],
+)
+def test_noise_that_is_none_is_said_so(noise: float, says: str) -> None:
+    assert with_noise(noise, f"{100 * noise:.0f} % of") == says

@@ -558,7 +558,8 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     acting = {name for _, _, patches in sides for name in acting_in(patches)}
     words = "The LoRAs act" if len(acting) > 1 else "The LoRA acts"
     words += f": ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "."
-    words += " It is in the weights." if in_weights else ""
+    merged = "They are" if len(acting) > 1 else "It is"
+    words += f" {merged} merged into the weights." if in_weights else ""
     words += _left_beside(run, stage if in_weights else None)
     words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
     now = [*_as_set_last(run, stage)[1], *(patches for _, _, patches in others)]
@@ -599,7 +600,7 @@ def _is_of_encoder(change: Stage) -> bool:
 
 
 def _in_weights(names: Sequence[str]) -> str:
-    return f"The LoRA acts in the {' and the '.join(names)}: it is in the weights."
+    return f"The LoRA acts in the {' and the '.join(names)}: it is merged into the weights."
 
 
 def _on_before(run: Run) -> str | None:
@@ -815,7 +816,7 @@ def _beside_acting(patches: Mapping[str, Any]) -> Iterator[str]:
             continue
         states = mapping(lora).get("states")
         if mapping(states).keys() == {"inactive"}:
-            yield f" LoRA {name} is off or of strength 0."
+            yield f" LoRA {name} is off or has strength 0."
         elif mapping(lora).get("delta_norm") == 0.0:
             yield f" LoRA {name} changes nothing: all its changes are zero."
 

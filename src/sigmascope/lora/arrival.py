@@ -39,7 +39,7 @@ from sigmascope.lora.reader import open_lora
 from sigmascope.lora.verdict import verdict_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.units import counted
+from sigmascope.units import counted, with_noise
 
 __all__ = [
     "SAMPLED_ROWS",
@@ -451,7 +451,7 @@ def arrival_findings(whole: Arrival, weights: int, model: str = "") -> Iterator[
         evidence |= {f"share_{name}": other.share, f"noise_{name}": other.noise}
     figures = {
         "share": _percent(share),
-        "noise": _times(noise),
+        "noise": with_noise(noise, _times(noise)),
         "weights": counted(weights, "weight") + (model and f" of the {model}"),
         "stored": whole.stored or "a coarse type",
     }
@@ -472,14 +472,15 @@ def arrival_sentence(arrives: Arrivals) -> tuple[str, bool] | None:
         return None
     more = f" Of {counted(unknown, 'weight')} this is unknown." if unknown else ""
     sentence = (
-        f"Merged at strength {arrives.strength:g}, {_percent(whole.share)} of the LoRA arrives, with noise of "
-        f"{_times(whole.noise)} its size.{more}"
+        f"Merged at strength {arrives.strength:g}, {_percent(whole.share)} of the LoRA arrives, "
+        f"{with_noise(whole.noise, _times(whole.noise))}.{more}"
     )
     return sentence, whole.share >= WEAK_SHARE and whole.noise <= NOISY
 
 
 def _in_words(arrival: Arrival) -> str:
-    return f"{_percent(arrival.share or 0.0)} arrive, with noise of {_times(arrival.noise or 0.0)} its size"
+    noise = arrival.noise or 0.0
+    return f"{_percent(arrival.share or 0.0)} arrives, {with_noise(noise, _times(noise))}"
 
 
 def _times(fraction: float) -> str:

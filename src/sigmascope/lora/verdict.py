@@ -287,8 +287,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_magnitudes_unknown": VerdictRow(
         "warning",
-        "Whether the LoRA acts is unknown: it is a DoRA whose factors add nothing to {weights}, and acts if its magnitudes are "
-        "others than the norms of the weights, which are not at hand.",
+        "Whether the LoRA acts is unknown: it is a DoRA whose factors add nothing to {weights}, and acts only if its magnitudes "
+        "differ from the norms of the weights, which are not at hand.",
         "Load it inside the watch.",
     ),
     "lora_scaled_to_zero": VerdictRow(
@@ -379,7 +379,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_bypassed": VerdictRow(
         "warning",
-        "The LoRA changes nothing: attentions run their joined projections in place of {weights}, without it.",
+        "The LoRA changes nothing: in place of {weights} the attentions run joined projections, which do not have it.",
         "Separate them: unfuse_qkv_projections in diffusers. To run both, fuse the LoRA before you join them.",
     ),
     "lora_in_base": VerdictRow(
@@ -409,14 +409,14 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_arrives_weak": VerdictRow(
         "warning",
-        "Only {share} of the LoRA arrives in {weights}, with noise of {noise} its size: merged, the sum is rounded to {stored}.",
-        "Leave it unmerged (100 % arrive, without noise){ways}.",
+        "Only {share} of the LoRA arrives in {weights}, {noise}: merged, the sum is rounded to {stored}.",
+        "Leave it unmerged (all of it arrives, without noise){ways}.",
     ),
     "lora_arrives_noisy": VerdictRow(
         "warning",
-        "The LoRA arrives with noise of {noise} its size in {weights} ({share} of it arrives): merged, the sum is "
+        "The LoRA arrives {noise} in {weights} ({share} of it arrives): merged, the sum is "
         "rounded to {stored}.",
-        "Leave it unmerged (100 % arrive, without noise){ways}. At a larger strength the noise is a smaller part of it.",
+        "Leave it unmerged (all of it arrives, without noise){ways}. At a larger strength the noise is a smaller part of it.",
     ),
     "lora_weights_disagree": VerdictRow(
         "warning",
@@ -476,12 +476,12 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_none_there": VerdictRow(
         "info",
-        "Nothing changed: no LoRA is on the models beside their weights.",
+        "Nothing changed: no LoRA is on the models.",
         "A LoRA that was fused stays in the weights when its adapter is gone: load the model again to take it out.",
     ),
     "lora_without_effect": VerdictRow(
         "warning",
-        "No weight changed though {weights} have changes: why is unknown, because {why}.",
+        "No weight changed, though there are changes on {weights}. Why is unknown: {why}.",
         "Look at the states of the changes in the analysis.",
     ),
     "lora_not_seen": VerdictRow(

@@ -72,6 +72,7 @@ from sigmascope.units import (
     seconds_change,
     statistic,
     took,
+    with_noise,
 )
 
 ASSETS: Final = Path(__file__).parent
@@ -657,8 +658,8 @@ def _lora_view(analysis: Mapping[str, Any], method: object) -> dict[str, Any]:
     )  # then they agree but for what is lost in rounding, which may be all
     return {
         "arrived": [
-            f"Of what was merged into {one.get('stored')} weights, {_whole_percent(one['share'])} arrived, with noise of "
-            f"{_whole_percent(one['noise'])} of its size."
+            f"Of what was merged into {one.get('stored')} weights, {_whole_percent(one['share'])} arrived, "
+            f"{with_noise(one['noise'], _whole_percent(one['noise']) + ' of')}."
             for one in arriving
             if is_duration(one.get("noise")) and isinstance(one.get("share"), int | float)
         ],
@@ -691,7 +692,7 @@ def _several_on(analysis: Mapping[str, Any]) -> Iterator[str]:
     for side, name in (("unet", "denoiser"), ("clip", "text encoders")):
         loras = _mapping(_mapping(analysis.get(f"{side}_lora_patches")).get("loras"))
         told = [
-            f"{lora} is off or of strength 0"
+            f"{lora} is off or has strength 0"
             if set(_mapping(facts.get("states"))) == {"inactive"}
             else f"‖ΔW‖ / ‖W‖ of {lora} is {rough_percent(float(facts['relative_change']))}"
             for lora, facts in ((str(key), _mapping(value)) for key, value in loras.items())

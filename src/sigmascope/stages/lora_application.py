@@ -126,7 +126,7 @@ from sigmascope.stages.weight_changes import (
 )
 from sigmascope.stages.weight_check import Checks, begin_checks, follow_weights
 from sigmascope.stages.weight_verdict import NOT_SEEN
-from sigmascope.units import counted, rough_percent
+from sigmascope.units import counted, rough_percent, with_noise
 
 __all__ = [
     "LoraAnalysis",
@@ -976,12 +976,10 @@ def _arriving_rows(facts: Facts) -> Iterator[Row]:
     """What arrived of the changes that were merged into coarsely stored weights."""
     arriving, why = part(facts, "arriving"), reason_for(facts, "arriving")
     if arriving:
-        share, noise = figure(arriving, "share", _share), figure(arriving, "noise", _share)
+        share, noise = figure(arriving, "share", _share), figure(arriving, "noise", _noise)
         weights = counted(int(arriving.get("weights") or 0), "weight")
         stored = printable(arriving.get("stored"))
-        yield Row(
-            "Arrived", f"{share}, with noise of {noise} of its size ({weights} measured, stored as {stored})"
-        )
+        yield Row("Arrived", f"{share}, {noise} ({weights} measured, stored as {stored})")
     elif why and why != NOT_COARSE:
         yield Row("Arrived", unknown(why))
 
@@ -996,6 +994,10 @@ def _changed_fact_rows(facts: Facts) -> Iterator[Row]:
 
 def _share(value: int | float) -> str:
     return rough_percent(value, 3)
+
+
+def _noise(value: int | float) -> str:
+    return with_noise(value, f"{_share(value)} of")
 
 
 def _block_rows(blocks: Any) -> Iterator[Row]:

@@ -283,8 +283,14 @@ def _checkpoint_merge_facts(report: "CheckpointMergeReport") -> list[tuple[str, 
 
 
 def _arrives(report: "CheckpointMergeReport") -> str | None:
+    from sigmascope.units import with_noise
+
     share, noise = report.arrival.share, report.arrival.noise
-    return None if share is None else f"{percent(share)}, with noise of {percent(noise)} of its size"
+    return (
+        None
+        if share is None or noise is None
+        else f"{percent(share)}, {with_noise(noise, f'{percent(noise)} of')}"
+    )
 
 
 def _baked_tensor_table(heading: str, tensors: Sequence["MergedTensor"]) -> Table:

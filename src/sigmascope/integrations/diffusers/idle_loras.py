@@ -352,7 +352,7 @@ def with_fused_and_gone(
     gone = sorted(listed_as_fused(pipeline) - known - {*fused_here})
     is_told = bool(active) or (is_heard and not loras)
     if gone and not is_told:
-        said = f"the pipeline lists {' and '.join(gone)} as fused, no layer has it merged"
+        said = f"the pipeline lists {' and '.join(gone)} as fused, but no layer has it merged"
         return [*found, _fused_before(said, len(gone))]
     with_layers = {component_of(name) for name in loras} & {*merged_before}
     if not found and active and active <= {*at_zero}:
@@ -362,7 +362,7 @@ def with_fused_and_gone(
     elsewhere = [] if is_told or is_heard else _fused_elsewhere(pipeline, loras)
     if elsewhere:
         called = f"other code than this pipeline called fuse_lora on {' and '.join(elsewhere)}"
-        return [*found, _fused_before(f"{called}, no layer has it merged", None)]
+        return [*found, _fused_before(f"{called}, but no layer has it merged", None)]
     return found
 
 

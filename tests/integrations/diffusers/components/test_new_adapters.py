@@ -126,7 +126,7 @@ def test_what_peft_merges_or_takes_off_is_a_stage(way: str, kind: str) -> None:
     acts = acting_lora(record)
     assert acts is not None
     assert acts.startswith("The LoRA acts: " if moved else f"No LoRA acts: {way} took off what was on")
-    assert ("It is in the weights." in str(acts)) is (way == "merge_and_unload")
+    assert ("It is merged into the weights." in str(acts)) is (way == "merge_and_unload")
     assert left_behind() == []
 
 
@@ -178,7 +178,7 @@ def test_merging_in_a_peft_model_that_was_there_before_the_watch_is_a_stage() ->
         pipeline.unet.merge_adapter()
         pipeline.unet.unload()
         generate(pipeline, "sd15", num_inference_steps=1)
-    assert acting_lora(run.record()) == "The LoRA acts in the denoiser: it is in the weights."
+    assert acting_lora(run.record()) == "The LoRA acts in the denoiser: it is merged into the weights."
 
 
 MERGES: dict[str, Callable[[PeftModel], nn.Module]] = {
@@ -201,7 +201,11 @@ def test_what_was_off_and_is_merged_stays_in_the_weights(which: str) -> None:
         pipeline.unet = MERGES[which](model)
         picture = generate(pipeline, "sd15", num_inference_steps=1)
     assert not torch.allclose(picture, before, atol=1e-4)
-    assert standing(run.record()) == ("acts", "The LoRA acts in the denoiser: it is in the weights.", True)
+    assert standing(run.record()) == (
+        "acts",
+        "The LoRA acts in the denoiser: it is merged into the weights.",
+        True,
+    )
 
 
 @pytest.mark.parametrize("way", ["linear", "cat"])

@@ -93,7 +93,7 @@ def test_what_was_fused_in_one_part_acts_there_once_the_adapters_are_unloaded(pa
         picture = generate(pipeline, "sd15", num_inference_steps=1)
     assert not torch.equal(picture, bare)
     side = "denoiser" if part == "unet" else "text encoders"
-    assert acting_lora(watching.record()) == f"The LoRA acts in the {side}: it is in the weights."
+    assert acting_lora(watching.record()) == f"The LoRA acts in the {side}: it is merged into the weights."
 
 
 OFF_IN_UNET: dict[str, Callable[[Any, dict[str, Any]], object]] = {
@@ -208,4 +208,4 @@ def test_what_is_taken_out_of_the_weights_with_another_strength_than_it_was_put_
     told = standing(watching.record())
     assert told is not None
     assert told.words == ("acts" if acts else "taken off" if off == "unfuse_lora" else "does nothing")
-    assert not acts or told.says == "The LoRA acts in the denoiser: it is in the weights."
+    assert not acts or told.says == "The LoRA acts in the denoiser: it is merged into the weights."

@@ -323,7 +323,7 @@ def test_a_dora_that_was_fused_at_strength_0_stays_in_the_weights(
         assert not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
     found = standing(watching.record())
     assert found is not None
-    assert found.says == "The LoRA acts in the denoiser: it is in the weights."
+    assert found.says == "The LoRA acts in the denoiser: it is merged into the weights."
 
 
 def test_of_a_denoisers_lora_that_the_call_scales_to_zero_the_encoders_part_may_act_through_embeddings() -> (
@@ -735,7 +735,7 @@ def test_of_a_lora_that_was_fused_before_the_watch_and_unloaded_it_is_open_wheth
     found = standing(run)
     assert found is not None
     assert found.words == ("acts" if watched else "unknown")
-    assert ("the pipeline lists style as fused, no layer has it merged" in found.says) is not watched
+    assert ("the pipeline lists style as fused, but no layer has it merged" in found.says) is not watched
 
 
 @pytest.mark.parametrize(
@@ -761,7 +761,7 @@ def test_a_pipeline_made_of_one_that_fused_a_lora_does_not_run_as_if_there_were_
     assert is_moved is how.startswith("fused")
     found = standing(watching.record())
     assert (found and found.words) == words
-    says = "other code than this pipeline called fuse_lora on unet, no layer has it merged"
+    says = "other code than this pipeline called fuse_lora on unet, but no layer has it merged"
     assert (found is not None and says in found.says) is (words == "unknown")
     with sigmascope.watch(pipeline) as watching:
         generate(pipeline, "sd15", num_inference_steps=1)
@@ -808,7 +808,7 @@ def test_a_fused_lora_acts_beside_one_that_the_call_scales_to_zero() -> None:
         load(pipeline, "other")
         picture = generate(pipeline, "sd15", num_inference_steps=1, cross_attention_kwargs={"scale": 0.0})
     assert not torch.equal(picture, bare)
-    assert acting_lora(watching.record()) == "The LoRA acts in the denoiser: it is in the weights."
+    assert acting_lora(watching.record()) == "The LoRA acts in the denoiser: it is merged into the weights."
     idle = [one.message for one in watching.record().findings if one.id == "lora_scaled_to_zero"]
     assert [message.startswith("The LoRA other changes nothing") for message in idle] == [True]
 
