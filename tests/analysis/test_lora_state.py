@@ -8,7 +8,9 @@ import pytest
 
 from sigmascope.analysis.breakdown import headline
 from sigmascope.analysis.diagnostics import diagnose, find_stage_findings
-from sigmascope.analysis.lora_state import OPEN_VERDICTS, acting_lora, idle_lora, spoiling_lora, standing
+from sigmascope.analysis.lora_acting import acting_lora, spoiling_lora
+from sigmascope.analysis.lora_idle import OPEN_VERDICTS, idle_lora
+from sigmascope.analysis.lora_state import standing
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.lora.verdict import VERDICTS
 from sigmascope.records.run import Finding, Run, Stage, Steps, TensorFacts

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from sigmascope import units
 from sigmascope.analysis.generations import cases
-from sigmascope.analysis.lora_state import acted_before, idle_lora, refused_lora
+from sigmascope.analysis.lora_idle import acted_before, idle_lora, refused_lora
 from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice, use_around
 from sigmascope.analysis.run_figures import (
     GENERATION,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar, get_args
 
 from sigmascope.analysis import (  # noqa: F401 - each declares its rules
-    lora_state,
+    lora_idle,
     memory,
     processor_waits,
     rules_model,
@@ -164,8 +164,8 @@ def find_stage_findings(run: Run) -> list[Finding]:
 
     A remark on how LoRAs are set is given as the last change left them.
     """
-    settled = {lora_state.MERGED_AT_ZERO} if saw_merging(run) else set()
-    settled |= {lora_state.NOT_SEEN} if left_in_weights(run) else set()
+    settled = {lora_idle.MERGED_AT_ZERO} if saw_merging(run) else set()
+    settled |= {lora_idle.NOT_SEEN} if left_in_weights(run) else set()
     by_stage = [(stage, [*_findings_in_analysis(stage)]) for stage in run.walk()]
     last = {_subject_of(stage): stage for stage, _ in by_stage if stage.facts.get(stage.name) is not None}
     findings = [
@@ -176,9 +176,9 @@ def find_stage_findings(run: Run) -> list[Finding]:
         and (finding.id not in _AS_IT_STANDS or last.get(_subject_of(stage)) is stage)
     ]
     known = {finding.id for finding in findings} | settled
-    known |= {lora_state.IS_ZERO} if lora_state.UNTRAINED in known else set()
+    known |= {lora_idle.IS_ZERO} if lora_idle.UNTRAINED in known else set()
     idle = [finding for stage in run.walk() for finding in _read(stage.facts.get(IDLE_LORAS), stage)]
-    if at_zero := lora_state.merged_at_zero(run):
+    if at_zero := lora_idle.merged_at_zero(run):
         call = next(stage for stage in reversed([*run.walk()]) if stage.facts.get(IDLE_LORAS))
         idle += _read([at_zero], call)
     return findings + list({finding.id: finding for finding in idle if finding.id not in known}.values())

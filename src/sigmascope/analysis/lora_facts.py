@@ -5,7 +5,7 @@ from math import isclose
 from typing import Any, Final
 
 from sigmascope import units
-from sigmascope.records.run import RECIPE, Stage
+from sigmascope.records.run import ONLY_ON, RECIPE, Run, Stage
 
 FACT: Final = "lora_application"
 """The stage of a change of LoRAs, and its fact that holds the analysis."""
@@ -46,6 +46,10 @@ _EXACT: Final = 1e-3
 """The spread of a norm, as a share of it, up to which it is not called an estimate."""
 ZEROS: Final = frozenset({"lora_alpha_zero", "lora_is_zero", "lora_untrained"})
 """Findings that a LoRA holds nothing but zeros: they stand whatever else is in the weights."""
+AFTER_STEP: Final = "after_step"
+"""The fact of a change between the steps of a call: how many were over."""
+WEAK, NOISY = "lora_arrives_weak", "lora_arrives_noisy"
+"""The findings on what arrived of a LoRA in coarse weights."""
 OF_ENCODERS: Final = "text encoders"
 MERGED_BEFORE: Final = "merged_before"
 """The fact of a change or a call: that something was merged before the watch of which nobody knows what is left, in a sentence."""
@@ -96,6 +100,41 @@ def estimate_in(changes: Mapping[str, Any]) -> str | None:
         return f"{source}, to {units.rough_percent(spread)}" if spread > _EXACT else None
     is_estimate = why is not None and changes.get("delta_norm") is not None
     return f"{source}, and how closely is unknown: {why}" if is_estimate else None
+
+
+def made_nan(call: Stage) -> bool:
+    """Whether a call made NaN or Inf somewhere."""
+    return any(
+        facts.nan_count or facts.inf_count for stage in call.walk() for facts in stage.tensors.values()
+    )
+
+
+def on_other_side(run: Run, change: Stage) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Of a change of one model: what acts on the other side of the pipeline, as the change before it left that."""
+    if change.facts.get(ONLY_ON) is None:
+        return []
+    stages = [*run.walk()]
+    other = "unet" if _is_of_encoder(change) else "clip"
+    for stage in reversed(stages[: stages.index(change)]):
+        if FACT not in stage.facts:
+            continue
+        if stage.facts.get(ONLY_ON) is None or _is_of_encoder(stage) is (other == "clip"):
+            analysis = mapping(stage.facts[FACT])
+            patches = mapping(analysis.get(f"{other}_lora_patches"))
+            name = next(name for name, side in names_of_sides(stage) if side == other)
+            changes = mapping(analysis.get(f"{other}_weight_changes"))
+            return [(name, changes, patches)] if acting_in(patches) else []
+    return []
+
+
+def _is_of_encoder(change: Stage) -> bool:
+    return str(change.facts.get(ONLY_ON)).startswith("text_encoder")
+
+
+def active_beside(only_on: object, call: Stage) -> dict[str, Mapping[str, Any]]:
+    """The LoRAs of a call that are active, but for those on one component."""
+    loras = {name: lora for name, lora in loras_in_call(call).items() if lora.get("active")}
+    return {name: lora for name, lora in loras.items() if name.partition(".")[0] != only_on}
 
 
 def range_of(strengths: object) -> tuple[float, float] | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, takewhile
 from math import isclose
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sigmascope.analysis.lora_facts import (
     FACT,
@@ -68,29 +68,61 @@ def may_be_left(run: Run) -> bool:
     return not saw_merging(run) and any(side and not any(side) for sides in left for side in sides)
 
 
-def are_back(run: Run) -> set[str]:
-    """The components that ran in the last call with the weights which they had before any LoRA was merged into them."""
+class _Ran(NamedTuple):
+    """With which weights the components ran in the last call.
+
+    Attributes:
+        back: Those with the weights which they had before any LoRA was merged into them.
+        others: Those with other weights than LoRAs had been merged into: their layers are no longer on the models, or the weights
+            are not those that were left when these were taken off.
+        is_active: Whether a LoRA was active.
+    """
+
+    back: set[str]
+    others: set[str]
+    is_active: bool
+
+
+def _last_ran(run: Run) -> _Ran:
+    into = _merged_into(run)
     before: dict[str, object] = {}
+    left: dict[str, object] = {}
     moved: set[str] = set()  # by the merge: else their fingerprint does not tell that it is in them
     exchanged: set[str] = set()  # that ran without the layers which hold what is merged
-    back: set[str] = set()
+    ran = _Ran(set(), set(), is_active=True)
     holds: dict[str, bool] = {}  # of each side, whether there are such layers
     for stage in run.walk():
         for name, side in names_of_sides(stage) if FACT in stage.facts else ():
             loras = mapping(mapping(mapping(stage.facts[FACT]).get(f"{side}_lora_patches")).get("loras"))
             holds[name] = any("merged" in mapping(mapping(one).get("states")) for one in loras.values())
         if told := mapping(stage.facts.get(WEIGHTS_BEFORE)):
-            before, back = {**told, **before}, set()
-        now = mapping(mapping(stage.facts.get(RECIPE)).get("models")) or mapping(
-            stage.facts.get(WEIGHTS_LEFT)
-        )
-        moved |= {name for name, content in before.items() if now.get(name, content) not in (None, content)}
-        if RECIPE in stage.facts:
-            back = {name for name, content in before.items() if now.get(name) == content}
-            on = {name.partition(".")[0] for name in loras_in_call(stage)}
-            is_looked_at = mapping(stage.facts.get(RECIPE)).get("loras") is not None
-            exchanged = {name for name in before if is_looked_at and holds.get(_side_of(name))} - on
-    return back & (moved | exchanged)
+            before, ran = {**told, **before}, ran._replace(back=set())
+        method = str(stage.facts.get("method"))
+        left = {} if method.startswith(MERGING) or method in TAKE_OUT else left
+        left |= mapping(stage.facts.get(WEIGHTS_LEFT))
+        recipe = mapping(stage.facts.get(RECIPE))
+        models, loras = mapping(recipe.get("models")), loras_in_call(stage)
+        moved |= _others_than(before, models or mapping(stage.facts.get(WEIGHTS_LEFT)))
+        if RECIPE not in stage.facts:
+            continue
+        on, is_told = {name.partition(".")[0] for name in loras}, recipe.get("loras") is not None
+        exchanged = {name for name in before if is_told and holds.get(_side_of(name))} - on
+        ran = ran._replace(back={name for name, content in before.items() if models.get(name) == content})
+        if is_told:
+            gone = {name for name in into - on if holds.get(_side_of(name))}
+            is_active = any(lora.get("active") for lora in loras.values())
+            ran = ran._replace(others=gone | _others_than(left, models), is_active=is_active)
+    return ran._replace(back=ran.back & (moved | exchanged))
+
+
+def _others_than(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
+    """The components of which it is known that their weights are others now."""
+    return {name for name, content in before.items() if now.get(name, content) not in (None, content)}
+
+
+def are_back(run: Run) -> set[str]:
+    """The components that ran in the last call with the weights which they had before any LoRA was merged into them."""
+    return _last_ran(run).back
 
 
 def are_all_back(run: Run) -> bool:
@@ -108,31 +140,9 @@ def are_all_back(run: Run) -> bool:
 
 
 def are_other_weights(run: Run) -> bool:
-    """Whether the last call ran without any active LoRA, and with other weights than those that LoRAs had been merged into.
-
-    Their layers are no longer on the models, or the weights are not those that were left when these were taken off.
-    """
-    holds: dict[str, bool] = {}
-    left: dict[str, object] = {}
-    others: set[str] = set()
-    is_active = True
-    for stage in run.walk():
-        for name, side in names_of_sides(stage) if FACT in stage.facts else ():
-            loras = mapping(mapping(mapping(stage.facts[FACT]).get(f"{side}_lora_patches")).get("loras"))
-            holds[name] = any("merged" in mapping(mapping(one).get("states")) for one in loras.values())
-        method = str(stage.facts.get("method"))
-        left = {} if method.startswith(MERGING) or method in TAKE_OUT else left
-        left |= mapping(stage.facts.get(WEIGHTS_LEFT))
-        recipe = mapping(stage.facts.get(RECIPE))
-        if recipe.get("loras") is not None:
-            loras, now = loras_in_call(stage), mapping(recipe.get("models"))
-            is_active = any(lora.get("active") for lora in loras.values())
-            on = {name.partition(".")[0] for name in loras}
-            others = {name for name in _merged_into(run) - on if holds.get(_side_of(name))}
-            others |= {
-                name for name, content in left.items() if now.get(name, content) not in (None, content)
-            }
-    return not is_active and bool(others) and others >= _merged_into(run)
+    """Whether the last call ran without any active LoRA, and with other weights than those that LoRAs had been merged into."""
+    ran = _last_ran(run)
+    return not ran.is_active and bool(ran.others) and ran.others >= _merged_into(run)
 
 
 def with_known_shares(run: Run, change: Stage, name: str, patches: Mapping[str, Any]) -> Mapping[str, Any]:

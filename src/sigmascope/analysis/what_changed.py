@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from sigmascope import units
 from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
-from sigmascope.analysis.lora_state import ACTS, standing
+from sigmascope.analysis.lora_acting import ACTS
+from sigmascope.analysis.lora_state import standing
 from sigmascope.analysis.recipe import (
     AT_ONCE,
     CACHED,

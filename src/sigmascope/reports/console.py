@@ -27,7 +27,7 @@ from sigmascope.analysis.breakdown import (
     run_findings,
     times_in_words,
 )
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_acting import acting_lora
 from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.plain_text import Harmless, in_one_line
 from sigmascope.records.performance import (

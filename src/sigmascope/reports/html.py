@@ -36,7 +36,9 @@ from sigmascope.analysis.breakdown import (
     time_breakdown,
     times_in_words,
 )
-from sigmascope.analysis.lora_state import AS_BEFORE, ON_ARRIVING, idle_lora, standing
+from sigmascope.analysis.lora_acting import ON_ARRIVING
+from sigmascope.analysis.lora_idle import AS_BEFORE, idle_lora
+from sigmascope.analysis.lora_state import standing
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import LORAS, NONE, recipe_groups, recipe_of
 from sigmascope.analysis.run_comparison import FigureComparison

@@ -17,7 +17,7 @@ from sigmascope.analysis.breakdown import (
     large_rows,
     run_findings,
 )
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_acting import acting_lora
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of
 from sigmascope.analysis.what_changed import what_changed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final, Literal, get_args
 
-from sigmascope.analysis.lora_state import OPEN_VERDICTS, idle_in_call, lacks_values
+from sigmascope.analysis.lora_idle import OPEN_VERDICTS, idle_in_call, lacks_values
 from sigmascope.records.failures import FAILED, INTERRUPTED, OK, RAN_OUT, outcome_of
 from sigmascope.records.merge import is_rank
 from sigmascope.records.performance import readable_utilization

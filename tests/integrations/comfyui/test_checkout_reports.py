@@ -10,7 +10,7 @@ from tests.integrations.comfyui.server import Server, node, packs, states
 from torch import Tensor
 
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_acting import acting_lora
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 

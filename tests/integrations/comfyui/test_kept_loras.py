@@ -18,7 +18,7 @@ from tests.integrations.comfyui.test_hook_lora import Patcher
 from tests.integrations.comfyui.test_nodes import nodes
 
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_acting import acting_lora
 from sigmascope.history.row import row_of
 from sigmascope.integrations.comfyui.browser import view_of
 from sigmascope.integrations.comfyui.lora import _calls

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import sigmascope
 from sigmascope import convert_lora, judge_lora
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_acting import acting_lora
 from sigmascope.errors import LoraFormatError, SigmascopeError
 from sigmascope.lora.hosts import host_readings
 

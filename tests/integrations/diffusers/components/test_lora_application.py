@@ -10,7 +10,9 @@ from tests.integrations.diffusers.marks import left_behind
 from typer.testing import CliRunner
 
 import sigmascope
-from sigmascope.analysis.lora_state import acting_lora, idle_lora, standing
+from sigmascope.analysis.lora_acting import acting_lora
+from sigmascope.analysis.lora_idle import idle_lora
+from sigmascope.analysis.lora_state import standing
 from sigmascope.cli.root import app
 from sigmascope.records.run import Run, Stage
 

@@ -26,7 +26,8 @@ from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import sigmascope
-from sigmascope.analysis.lora_state import acting_lora, standing
+from sigmascope.analysis.lora_acting import acting_lora
+from sigmascope.analysis.lora_state import standing
 
 pytestmark = pytest.mark.slow
 WAYS: dict[str, Callable[[nn.Module, LoraConfig], Any]] = {

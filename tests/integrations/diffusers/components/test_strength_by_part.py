@@ -12,7 +12,8 @@ from tests.families.loras import lora_state
 from torch import nn
 
 import sigmascope
-from sigmascope.analysis.lora_state import acting_lora, standing
+from sigmascope.analysis.lora_acting import acting_lora
+from sigmascope.analysis.lora_state import standing
 
 pytestmark = [
     pytest.mark.slow,

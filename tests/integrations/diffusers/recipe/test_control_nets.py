@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import sigmascope
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora, idle_lora
+from sigmascope.analysis.lora_acting import acting_lora
+from sigmascope.analysis.lora_idle import idle_lora
 from sigmascope.integrations.diffusers.control_nets import begin_mute_nets
 
 pytestmark = [

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 import sigmascope
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora, standing
+from sigmascope.analysis.lora_acting import acting_lora, spoiling_lora
+from sigmascope.analysis.lora_idle import idle_lora
+from sigmascope.analysis.lora_state import standing
 from sigmascope.records.run import Run
 from sigmascope.reports.html import to_html
 

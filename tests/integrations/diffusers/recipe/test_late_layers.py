@@ -13,7 +13,9 @@ from tests.integrations.diffusers.recipe.test_idle_loras import encode, told
 
 import sigmascope
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora, idle_lora, standing
+from sigmascope.analysis.lora_acting import acting_lora
+from sigmascope.analysis.lora_idle import idle_lora
+from sigmascope.analysis.lora_state import standing
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Already found a `peft_config`")]
 OPEN = {"lora_on_late_layers"}

@@ -18,7 +18,7 @@ from tests.integrations.diffusers.marks import left_behind
 from torch import Tensor
 
 import sigmascope
-from sigmascope.analysis.lora_state import acting_lora
+from sigmascope.analysis.lora_acting import acting_lora
 from sigmascope.analysis.what_changed import what_changed
 from sigmascope.integrations.diffusers import pipeline_call
 from sigmascope.integrations.diffusers.arguments import other_arguments

@@ -11,7 +11,9 @@ from tests.families.loras import State, lora_state
 from torch import Tensor
 
 import sigmascope
-from sigmascope.analysis.lora_state import acting_lora, idle_lora, spoiling_lora, standing
+from sigmascope.analysis.lora_acting import acting_lora, spoiling_lora
+from sigmascope.analysis.lora_idle import idle_lora
+from sigmascope.analysis.lora_state import standing
 from sigmascope.records.run import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

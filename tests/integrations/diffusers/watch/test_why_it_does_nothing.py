@@ -17,7 +17,8 @@ from tests.families.loras import State, as_kohya, lora_state, write
 
 import sigmascope
 from sigmascope.analysis.breakdown import headline
-from sigmascope.analysis.lora_state import acting_lora, standing
+from sigmascope.analysis.lora_acting import acting_lora
+from sigmascope.analysis.lora_state import standing
 from sigmascope.records.run import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
