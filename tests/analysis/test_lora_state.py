@@ -460,7 +460,7 @@ def changed(loras: dict[str, Any], *findings: dict[str, Any]) -> Stage:
         ({"a": lora(0.05, lazy=9)}, "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."),
         (
             {"a": lora(0.05, lazy=9), "b": lora(0.2, merged=3, inactive=1), "c": lora(0.3, inactive=2)},
-            "The LoRAs act: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser. LoRA c is off or has strength 0.",
+            "The LoRAs act: ‖ΔW‖ / ‖W‖ is 5 % (a), 20 % (b) in the denoiser. LoRA c is off or at strength 0.",
         ),
         ({"a": lora(None, lazy=9)}, "The LoRA acts."),
         ({"a": lora(0.05, inactive=9), "b": lora(None, failed=1)}, None),
@@ -483,7 +483,7 @@ def test_a_lora_acts_as_it_is_on_the_model_now_not_as_it_changed_last(
         (
             "load_lora_weights",
             {"b": lora(0.2, inactive=9)},
-            "The LoRA acts. LoRA b is off or has strength 0.",
+            "The LoRA acts. LoRA b is off or at strength 0.",
         ),
     ],
     ids=["alone", "set since", "beside another"],
@@ -729,7 +729,7 @@ def test_a_lora_that_was_taken_off_without_any_change_is_in_the_weights(
 def test_a_lora_that_was_off_and_is_deleted_is_no_longer_named() -> None:
     on = changed({"a": lora(0.05, lazy=9), "b": lora(None, inactive=9)})
     acts = "The LoRA acts: ‖ΔW‖ / ‖W‖ is 5 % in the denoiser."
-    assert acting_lora(run_of(on)) == f"{acts} LoRA b is off or has strength 0."
+    assert acting_lora(run_of(on)) == f"{acts} LoRA b is off or at strength 0."
     deleted = taken_off("delete_adapters", False, {"unet": [], "clip": []}, a=lora(0.05, lazy=9))
     assert acting_lora(run_of(on, deleted)) == acts
 

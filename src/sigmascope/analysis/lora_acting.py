@@ -375,7 +375,7 @@ def _beside_acting(patches: Mapping[str, Any]) -> Iterator[str]:
             continue
         states = mapping(lora).get("states")
         if mapping(states).keys() == {"inactive"}:
-            yield f" LoRA {name} is off or has strength 0."
+            yield f" LoRA {name} is off or at strength 0."
         elif mapping(lora).get("delta_norm") == 0.0:
             yield f" LoRA {name} changes nothing: all its changes are zero."
 

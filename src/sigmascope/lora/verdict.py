@@ -435,7 +435,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "{model}: {count} registered but not in the weights yet.",
         "ComfyUI merges them when it loads the model for sampling; until then the figures are predictions.",
     ),
-    "lora_inactive": VerdictRow("info", "{model}: {count} off or of strength 0.", None),
+    "lora_inactive": VerdictRow("info", "{model}: {count} off or at strength 0.", None),
     # By what is on the models as a whole.
     "lora_not_loaded": VerdictRow(
         "critical",

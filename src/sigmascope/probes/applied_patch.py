@@ -18,7 +18,7 @@ PatchState = Literal["registered", "merged", "lazy", "inactive", "failed"]
 """The state of a change.
 
 registered: known to the host, in no weight and no forward pass yet; merged: in the weight; lazy: applied to the
-weight or beside it in each forward pass; inactive: there, but switched off or of strength 0; failed: it cannot be
+weight or beside it in each forward pass; inactive: there, but switched off or at strength 0; failed: it cannot be
 applied, as where its shape is not the weight's.
 """
 PatchCause = Literal["strength_zero", "disabled", "not_active", "others_merged", "bypassed"]

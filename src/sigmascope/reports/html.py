@@ -694,7 +694,7 @@ def _several_on(analysis: Mapping[str, Any]) -> Iterator[str]:
     for side, name in (("unet", "denoiser"), ("clip", "text encoders")):
         loras = _mapping(_mapping(analysis.get(f"{side}_lora_patches")).get("loras"))
         told = [
-            f"{lora} is off or has strength 0"
+            f"{lora} is off or at strength 0"
             if set(_mapping(facts.get("states"))) == {"inactive"}
             else f"‖ΔW‖ / ‖W‖ of {lora} is {rough_percent(float(facts['relative_change']))}"
             for lora, facts in ((str(key), _mapping(value)) for key, value in loras.items())

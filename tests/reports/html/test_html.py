@@ -312,7 +312,7 @@ def test_where_several_loras_are_on_a_section_tells_what_each_does_then() -> Non
     style = {"states": {"inactive": 80}, "relative_change": 0.0}
     character = {"states": {"lazy": 80}, "relative_change": 0.00522}
     page = on(style=style, character=character)
-    assert "Then in the denoiser: style is off or has strength 0, ‖ΔW‖ / ‖W‖ of character is 0.52 %." in page
+    assert "Then in the denoiser: style is off or at strength 0, ‖ΔW‖ / ‖W‖ of character is 0.52 %." in page
     assert "What load_lora_weights changed in each block (after minus before)" in page
     assert "Then in the" not in on(character=character)
 

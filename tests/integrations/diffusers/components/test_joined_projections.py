@@ -115,5 +115,5 @@ def test_of_joined_projections_beside_others_the_advice_separates_them(tmp_path:
     with sigmascope.watch(pipeline) as run:
         pipeline.disable_lora()
     (off,) = (finding for finding in run.record().findings if finding.id == "lora_inactive")
-    assert off.message.endswith("off or of strength 0.")
+    assert off.message.endswith("off or at strength 0.")
     assert not torch.equal(generate(pipeline, "sd15"), before)

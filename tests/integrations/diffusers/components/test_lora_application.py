@@ -80,10 +80,10 @@ def test_a_lora_of_several_is_called_by_its_name(pipeline: Any, tmp_path: Path) 
     told = {finding["id"]: finding["message"] for finding in stages[1].facts["lora_application"]["findings"]}
     assert told["lora_is_zero"].startswith("The LoRA zeros changes nothing: ")
     told = {finding["id"]: finding["message"] for finding in stages[3].facts["lora_application"]["findings"]}
-    assert told["lora_inactive"] == "Denoiser: 20 changes of two are off or of strength 0."
+    assert told["lora_inactive"] == "Denoiser: 20 changes of two are off or at strength 0."
     acts = acting_lora(run.record())
     assert acts is not None
-    assert " LoRA two is off or has strength 0." in acts
+    assert " LoRA two is off or at strength 0." in acts
     assert " LoRA zeros changes nothing: all its changes are zero." in acts
 
 
