@@ -38,7 +38,13 @@ from sigmascope.analysis.lora_idle import (
     taken_off_after,
     verdicts_of_prompt,
 )
-from sigmascope.analysis.lora_in_weights import is_in_weights, left_in_weights, saw_merging, with_known_shares
+from sigmascope.analysis.lora_in_weights import (
+    is_in_weights,
+    left_in_weights,
+    saw_merging,
+    seen_merged_at_zero,
+    with_known_shares,
+)
 from sigmascope.analysis.run_figures import GENERATION
 from sigmascope.records.run import IDLE_LORAS, ONLY_ON, RECIPE, Run, Stage
 
@@ -223,6 +229,11 @@ def _in_last_call(run: Run, change: Stage | None = None) -> str | None:
     loras = active_beside(only_on, last)
     if _is_open_what_is_in_weights(run):
         loras = {name: lora for name, lora in loras.items() if lora["active"] != lora.get("merged", 0)}
+    loras = {
+        name: lora
+        for name, lora in loras.items()
+        if lora["active"] != lora.get("merged", 0) or not seen_merged_at_zero(run, name)
+    }
     # The look at them is there, and found none that does nothing; it may have failed, or not be over.
     if not loras or last.error is not None or IDLE_LORAS not in last.facts or idle_in_call(last):
         return None

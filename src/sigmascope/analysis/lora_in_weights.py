@@ -36,11 +36,28 @@ def acting_in_weights(analysis: Mapping[str, Any], *, by_kind: bool = True) -> l
     """Of each LoRA that a change put into the weights, whether its strength, or its kind too, lets it act there."""
     loras = (mapping(lora) for side in sides_of(analysis) for lora in mapping(side.get("loras")).values())
     merged = (lora for lora in loras if "merged" in mapping(lora.get("states")))
-    return [
-        any(range_of(lora.get("strengths")) or ())
-        or (by_kind and not mapping(lora.get("adapter_types")).keys() <= SCALED)
-        for lora in merged
+    return [_acts_in_weights(lora, by_kind=by_kind) for lora in merged]
+
+
+def _acts_in_weights(lora: Mapping[str, Any], *, by_kind: bool) -> bool:
+    is_of_kind = by_kind and not mapping(lora.get("adapter_types")).keys() <= SCALED
+    return any(range_of(lora.get("strengths")) or ()) or is_of_kind
+
+
+def seen_merged_at_zero(run: Run, lora: str) -> bool:
+    """Whether a LoRA of a call, such as "unet.style", was seen merged with strength 0: one that is set later puts nothing in."""
+    component, _, adapter = lora.partition(".")
+    found = [
+        mapping(
+            mapping(mapping(mapping(stage.facts[FACT]).get(f"{side}_lora_patches")).get("loras")).get(adapter)
+        )
+        for stage in run.walk()
+        if FACT in stage.facts
+        for name, side in names_of_sides(stage)
+        if name == _side_of(component)
     ]
+    merged = [*takewhile(lambda one: "merged" in mapping(one.get("states")), reversed(found))]
+    return bool(merged) and not _acts_in_weights(merged[-1], by_kind=True)
 
 
 def left_in_weights(run: Run, until: Stage | None = None) -> list[str]:

@@ -186,3 +186,20 @@ def test_of_zeros_that_were_merged_no_part_stays() -> None:
 def test_what_was_fused_at_0_before_and_set_to_1_since_is_not_said_to_act(program: str) -> None:
     words, moved = words_of("lora", program)
     assert (words, moved) == ("unknown", False)
+
+
+def test_what_was_seen_fused_at_0_and_is_set_to_another_strength_since_is_not_said_to_act() -> None:
+    """Of a pipeline that fused before, something may be in its text encoder too."""
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.load_lora_weights(lora_state(pipeline, ("unet",), size=0.3), adapter_name="a")
+    pipeline.fuse_lora(components=["unet"])
+    pipeline.unfuse_lora(components=["unet"])
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.fuse_lora(components=["unet"], lora_scale=0.0)
+        pipeline.set_adapters(["a"], [0.5])
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert torch.allclose(picture, bare, atol=1e-5)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words in ("unknown", "does nothing")
