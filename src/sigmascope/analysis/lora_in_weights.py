@@ -20,6 +20,7 @@ from sigmascope.analysis.lora_facts import (
     loras_in_call,
     mapping,
     names_of_sides,
+    patches_in,
     range_of,
     sides_of,
 )
@@ -214,7 +215,7 @@ def may_cancel(run: Run, name: str, patches: Mapping[str, Any]) -> bool:
     left, beside = _signed_norm_left(run, name), [_signed_norm(one) for one in acting_in(patches).values()]
     if not left or not beside or any(one is None for one in beside):
         return False
-    return _is_same_norm(float(left), -sum(one or 0.0 for one in beside))
+    return _is_same_norm(float(left), -sum((one or 0.0 for one in beside), 0.0))
 
 
 def _signed_norm(lora: Mapping[str, Any]) -> float | None:
@@ -242,7 +243,7 @@ def _signed_norm_left(run: Run, name: str) -> float | None:
                 for lora, one in now.items()
                 if "merged" in mapping(one.get("states"))
             }
-    return None if None in left else sum(one or 0.0 for one in left)
+    return None if None in left else sum((one or 0.0 for one in left), 0.0)
 
 
 def _merged_into(run: Run) -> set[str]:
@@ -314,11 +315,23 @@ def _stays_in_weights(run: Run, change: Stage, side: str) -> bool:
         return False
     merging = [stage for stage in before if str(stage.facts.get("method")).startswith(MERGING)]
     last = mapping(merging[-1].facts.get(FACT)) if merging else {}
-    merged = acting_in_weights(last, by_kind=False)
-    is_of_kind = any(acting_in_weights(last)) and (not any(merged) or _is_of_zeros(last))
+    firsts = [one for one in _as_merged(before[: before.index(merging[-1]) + 1]) if one] if merging else []
+    merged = [_acts_in_weights(one, by_kind=False) for one in firsts]
+    is_of_kind = any(_acts_in_weights(one, by_kind=True) for one in firsts)
+    is_of_kind = is_of_kind and (not any(merged) or _is_of_zeros(last))
     return any(
         left if is_of_kind else merged or left
     )  # where merging was seen, what was set since takes nothing out
+
+
+def _as_merged(stages: Sequence[Stage]) -> Iterator[Mapping[str, Any]]:
+    """Each LoRA that is merged after the last of these stages, as it was when it was merged: merging it again does nothing."""
+    sides = [patches_in(stage) for stage in stages if FACT in stage.facts]
+    for side, last in enumerate(sides[-1] if sides else ()):
+        for lora in mapping(last.get("loras")):
+            history = (mapping(mapping(one[side].get("loras")).get(lora)) for one in reversed(sides))
+            merged = [*takewhile(lambda one: "merged" in mapping(one.get("states")), history)]
+            yield from merged[-1:]
 
 
 def _is_of_zeros(analysis: Mapping[str, Any]) -> bool:

@@ -203,3 +203,21 @@ def test_what_was_seen_fused_at_0_and_is_set_to_another_strength_since_is_not_sa
     found = standing(watching.record())
     assert found is not None
     assert found.words in ("unknown", "does nothing")
+
+
+@pytest.mark.filterwarnings("ignore:All adapters are already merged")
+def test_what_was_fused_stays_in_the_weights_though_it_was_fused_again_at_0() -> None:
+    """PEFT merges what is merged no second time, and keeps the strength that was set last."""
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(lora_state(pipeline, ("unet",), size=0.3), adapter_name="a")
+        pipeline.disable_lora()
+        for scale in (1.0, 0.0, 1.0):
+            pipeline.fuse_lora(components=["unet"], lora_scale=scale)
+        pipeline.delete_adapters("a")
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert not torch.allclose(picture, bare, atol=1e-5)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "acts"
