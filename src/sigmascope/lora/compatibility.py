@@ -41,8 +41,7 @@ from sigmascope.lora.linalg import as_float64, same_matrix
 from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, is_of_controlnet, parse_name
 from sigmascope.lora.reader import lora_in
 from sigmascope.lora.verdict import Reason, unreadable
-from sigmascope.probes.module_tree import registered
-from sigmascope.probes.peft import adapted_modules, own_tensors, wrapped
+from sigmascope.probes.peft import base_tensors
 from sigmascope.probes.reading import describe
 from sigmascope.replaced import replaced
 from sigmascope.units import counted, first_few
@@ -707,14 +706,8 @@ def _of_parts(parts: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Shapes of weights by their names without adapters; a quantised matrix has its unpacked shape."""
-    packed: dict[str, tuple[int, ...]] = {}
-    for name, module in adapted_modules(model):  # a wrapper comes before what it wraps, under the same name
-        if not registered(module, "_parameters") and not registered(module, "_buffers"):
-            continue
-        start = f"{name}." if name else ""
-        if isinstance(module, nn.Linear):
-            packed[f"{start}weight"] = module.out_features, module.in_features
-        if wrapped(module) is None:
-            for own, tensor in own_tensors(module):
-                key = start + own
-                yield key, packed.get(key) or tuple(tensor.shape)
+    for name, module, tensor in base_tensors(model):
+        if isinstance(module, nn.Linear) and (name == "weight" or name.endswith(WEIGHT)):
+            yield name, (int(module.out_features), int(module.in_features))
+        else:
+            yield name, tuple(tensor.shape)

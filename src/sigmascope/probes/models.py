@@ -509,6 +509,27 @@ def attention_layers(tree: ModuleTree) -> list[int]:
     )
 
 
+def tensors_at(tree: ModuleTree, places: Sequence[int]) -> Iterator[tuple[int, str, Tensor]]:
+    """What modules have themselves of a state dict: where in `places` the module is, the tensor's own name, and the tensor."""
+    taken_out = {*attention_layers(tree)}
+    having = tree.with_tensors(places)
+    if taken_out:
+        having = sorted({*having, *(at for at, place in enumerate(places) if place in taken_out)})
+    for at in having:
+        place = places[at]
+        own = tree.own[place]
+        if place in taken_out:
+            for name, tensor in own_parameters(tree.modules[place]):
+                yield at, name, tensor
+        else:
+            for name, tensor in own["_parameters"].items():
+                if isinstance(tensor, Tensor):
+                    yield at, name, tensor
+        if own["_buffers"]:
+            for name, tensor in own_buffers(tree.modules[place], transient=False):
+                yield at, name, tensor
+
+
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a module itself, by name, and those of attention that PEFT has taken out of the register."""
     parameters = registered(module, "_parameters")

@@ -27,6 +27,7 @@ _OWN: Final = operator.attrgetter("__dict__")
 _CHILDREN: Final = operator.itemgetter("_modules")
 _PARAMETERS: Final = operator.itemgetter("_parameters")
 _BUFFERS: Final = operator.itemgetter("_buffers")
+_TENSORS_OF: Final = operator.itemgetter("_parameters", "_buffers")
 _HOOKS_OF: Final = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 _HOLDERS: Final = {"_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
 OF_ADAPTERS: Final = "adapter_layer_names"
@@ -120,6 +121,15 @@ class ModuleTree:
     def own_at(self, places: Sequence[int]) -> Sequence[Mapping[str, Any]]:
         """What is in the `__dict__` of the modules at these places."""
         return [*map(self.own.__getitem__, places)]
+
+    def with_tensors(self, among: Sequence[int]) -> list[int]:
+        """Where in `among` are modules that have parameters or buffers registered on themselves."""
+        owns = self.own_at(among)
+        try:
+            have = [*map(any, map(_TENSORS_OF, owns))]
+        except KeyError:  # a module that was never initialised has none of its dictionaries
+            have = [bool(own.get("_parameters") or own.get("_buffers")) for own in owns]
+        return [*compress(range(len(owns)), have)]
 
     def held(self, name: str, places: Sequence[int]) -> list[Any]:
         """What the modules at these places have under a name in their `__dict__`; None where it is not there."""
@@ -390,12 +400,17 @@ def _idle_parts(module: nn.Module, held: Mapping[str, Any]) -> Collection[str]:
     PEFT fills one only for another adapter, which is also registered where those are that the layer has: so one of
     these must be a dictionary of modules. Else none is left out.
     """
-    names = getattr(type(module), OF_ADAPTERS, None)
-    if not isinstance(names, tuple):
-        return ()
-    if not any(type(part) is nn.ModuleDict and part._modules for part in map(held.get, names)):
-        return ()
-    return [name for name, part in held.items() if type(part) in _DICTIONARIES and _is_idle(part)]
+    kind: Any = type(module)
+    for part in map(held.get, _parts_of_adapters(kind)):
+        if type(part) is nn.ModuleDict and part._modules:
+            return [name for name, part in held.items() if type(part) in _DICTIONARIES and _is_idle(part)]
+    return ()
+
+
+@lru_cache(maxsize=1024)
+def _parts_of_adapters(kind: type[nn.Module]) -> tuple[str, ...]:
+    names = getattr(kind, OF_ADAPTERS, ())
+    return names if isinstance(names, tuple) else ()
 
 
 _DICTIONARIES: Final = frozenset({nn.ModuleDict, nn.ParameterDict})
@@ -418,31 +433,43 @@ def _is_bare(module: nn.Module) -> bool:
 def _outline(found: _Walk, own: Sequence[Mapping[str, Any]]) -> _Outline:
     """Fails where what is registered as a module is none, or modules are told apart in their own way."""
     plain: object = object.__hash__
-    if found.has_others or any(kind.__hash__ is not plain for kind in {*map(type, found.modules)}):
+    kinds = [*map(type, found.modules)]
+    if found.has_others or any(kind.__hash__ is not plain for kind in {*kinds}):
         raise TypeError("what is registered is no module, or a class has a hash of its own")
-    factors = _factors(found.modules, found.shape.parents)
+    of_adapters = {kind for kind in {*kinds} if hasattr(kind, OF_ADAPTERS)}
+    factors = _factors(kinds, found.shape.parents, of_adapters)
     pieces = (slice(start, start + _AT_ONCE) for start in range(0, len(own), _AT_ONCE))
     parts = [
-        _part(found.modules[piece], own[piece], found.registered[piece], factors[piece]) for piece in pieces
+        _part(
+            found.modules[piece],
+            kinds[piece],
+            own[piece],
+            found.registered[piece],
+            factors[piece],
+            of_adapters,
+        )
+        for piece in pieces
     ]
-    return _Outline(parts, found.names, found.shape, {}, _Hooks(map(type, found.modules)))
+    return _Outline(parts, found.names, found.shape, {}, _Hooks(kinds))
 
 
-def _factors(modules: Sequence[nn.Module], parents: Sequence[int]) -> list[bool]:
+def _factors(kinds: Sequence[type], parents: Sequence[int], of_adapters: Collection[type]) -> list[bool]:
     """Whether each module is in a dictionary of an adapter's layer: PEFT makes it, and nobody puts anything on it."""
-    in_layers = [parent >= 0 and hasattr(type(modules[parent]), OF_ADAPTERS) for parent in parents]
-    return [
-        parent >= 0 and in_layers[parent] and type(modules[parent]) in _DICTIONARIES for parent in parents
+    is_dictionary = [
+        parent >= 0 and kind in _DICTIONARIES and kinds[parent] in of_adapters
+        for kind, parent in zip(kinds, parents, strict=True)
     ]
+    return [parent >= 0 and is_dictionary[parent] for parent in parents]
 
 
 def _part(
     modules: Sequence[nn.Module],
+    kinds: list[type],
     own: Sequence[Mapping[str, Any]],
     registered: Sequence[Sequence[str]],
     factors: Sequence[bool],
+    of_adapters: Collection[type],
 ) -> _Part:
-    kinds = [*map(type, modules)]
     held = [*map(_CHILDREN, own)]
     are_leaves = [
         kind in _LEAVES and not (one["_modules"] or one["_buffers"])
@@ -452,7 +479,7 @@ def _part(
     children = [*compress(held, may_have_children)]
     to_children = [_getter(*names) for names in registered if names]
     may_have_weights = [
-        kind not in _WITHOUT_WEIGHTS and not (hasattr(kind, OF_ADAPTERS) and _is_bare(module))
+        kind not in _WITHOUT_WEIGHTS and not (kind in of_adapters and _is_bare(module))
         for kind, module in zip(kinds, modules, strict=True)
     ]
     return _Part(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchType, Standing
-from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters
+from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters, tensors_at
 from sigmascope.probes.module_tree import ModuleTree, answers_itself, once_a_look, registered, tree_of
 from sigmascope.probes.reading import Reading, attempt, attribute, number, sequence
 
@@ -781,6 +781,13 @@ def _places_of_layers(tree: ModuleTree) -> _Places:
     return [(name, index) for name, index in places if index in wrapping]
 
 
+def _innermost(tree: ModuleTree) -> _Places:
+    """Modules that are no layer around another."""
+    places: _Places = tree.derive("adapted modules", partial(_places, tree))
+    wrapping = _wrapping(tree)
+    return [(name, index) for name, index in places if index not in wrapping]
+
+
 def _wrapping(tree: ModuleTree) -> dict[int, str]:
     """Where layers of adapters are, and the name of what each wraps."""
     return tree.derive("layers around others", lambda: dict(_found_wrapping(tree)))
@@ -864,10 +871,22 @@ def base_weights(model: object) -> Iterator[tuple[str, Tensor]]:
     A weight that an adapter is merged into is given as it is, with the adapter in it. Each is the host's own
     tensor. Buffers that a state dict leaves out are left out.
     """
-    for name, module in adapted_modules(model):
-        if wrapped(module) is None:
-            for own, tensor in own_tensors(module):
-                yield f"{name}.{own}" if name else own, tensor
+    return ((name, tensor) for name, _, tensor in base_tensors(model))
+
+
+def base_tensors(model: object) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """`base_weights` with the module that has each."""
+    first: dict[int, str] = {}
+    for start, root in _roots(model):
+        tree = tree_of(root)
+        found: _Places = tree.derive("innermost modules", partial(_innermost, tree))
+        indices: list[int] = tree.derive("indices of those", lambda: [index for _, index in found])  # noqa: B023 - called at once
+        for at, own, tensor in tensors_at(tree, indices):
+            name, index = found[at]
+            module = tree.modules[index]
+            if first.setdefault(id(module), start) == start:
+                key = f"{name}.{own}" if name else own
+                yield f"{start}.{key}" if start else key, module, tensor
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

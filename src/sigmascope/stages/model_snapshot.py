@@ -43,12 +43,10 @@ from sigmascope.probes.forward_passes import (
     settings_of,
 )
 from sigmascope.probes.models import (
-    attention_layers,
     children_of,
     components_of,
     loadable_parts,
-    own_buffers,
-    own_parameters,
+    tensors_at,
 )
 from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.peft import adapted_modules, joined_weights, read_adapters
@@ -555,15 +553,10 @@ is part of an adapter; whether it is inside of what an adapter wraps."""
 def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, str, Tensor]]:
     """Each tensor with its module's place and its own name."""
     tree = tree_of(module)
-    owns, modules, attention = tree.own, tree.modules, frozenset(attention_layers(tree))
-    for place, index in tree.derive("places of tensors", lambda: _places(tree)):
-        own = owns[index]
-        if own.get("_parameters") or index in attention:
-            for name, tensor in own_parameters(modules[index]):
-                yield place, name, tensor
-        if own.get("_buffers"):
-            for name, tensor in own_buffers(modules[index], transient=False):
-                yield place, name, tensor
+    placed: list[tuple[_Place, int]] = tree.derive("places of tensors", lambda: _places(tree))
+    indices: list[int] = tree.derive("indices of these", lambda: [index for _, index in placed])
+    for at, name, tensor in tensors_at(tree, indices):
+        yield placed[at][0], name, tensor
 
 
 def _places(tree: ModuleTree) -> "list[tuple[_Place, int]]":
