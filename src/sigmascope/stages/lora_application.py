@@ -539,15 +539,15 @@ def _explain_fused_weights(
     *models: object,
 ) -> Reading[AppliedVerdict]:
     """What is on the models with what is in their weights, which is taken off the unexplained ones."""
-    if on_model.value is None:
+    changed = [model.looks.samples_of_changed() for model in (unet, clip)]
+    has_others = any(changed) or any(model.weights["drift"]["keys"] for model in (unet, clip))
+    if on_model.value is None or not has_others:
         return on_model
     names = attempt(lambda: names_of_all(*models)).value
     if names is None:
         return on_model
     samples = {
-        name(key): pair
-        for name, model in zip(names, (unet, clip), strict=True)
-        for key, pair in model.looks.samples_of_changed().items()
+        name(key): pair for name, pairs in zip(names, changed, strict=True) for key, pair in pairs.items()
     }
     rounded = {
         name(key)

@@ -335,7 +335,7 @@ def with_fused(
         rounded: The weights that changed by rounding alone though no adapter was on them.
         had_changes: Those that had changes before: taking these out of a weight puts nothing into it.
     """
-    if verdict is None:
+    if verdict is None or not (samples or rounded):
         return on_model
     left = {name: sample for name, sample in samples.items() if name not in rounded}
     fused = (

@@ -245,7 +245,7 @@ def take_snapshot(
         uuid,
         placement,
         kept.value or NOTHING_KEPT,
-        {name: WeightOutline(w.shape, w.dtype, w.device) for name, w in tensors.base.items()},
+        dict(_outlines(tensors.base)),
         tuple(tensors.adapters),
         len(tensors.wrapped),
         known,
@@ -260,6 +260,14 @@ def take_snapshot(
         sum(wanted[name].nbytes for name in known),
         unavailable,
     )
+
+
+def _outlines(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, WeightOutline]]:
+    """Each with its outline: those that are alike share one."""
+    known: dict[WeightOutline, WeightOutline] = {}
+    for name, weight in weights.items():
+        outline = WeightOutline(weight.shape, weight.dtype, weight.device)
+        yield name, known.setdefault(outline, outline)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

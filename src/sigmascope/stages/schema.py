@@ -8,6 +8,7 @@ each part the pieces stand above the baseline and the analysis that are made of 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypedDict, TypeVar, cast
 from uuid import UUID
 
@@ -30,13 +31,11 @@ def as_dict(
         why: The reason for all that is None, or more reasons by name.
         known: Values that come before those of `facts`; a `Reading` has its reason with it.
     """
-    value_of: Callable[[str], Any] = (
-        facts.get if isinstance(facts, Mapping) else lambda name: getattr(facts, name, None)
-    )
-    reasons = {**(value_of("unavailable") or {}), **(why if isinstance(why, Mapping) else {})}
+    value_of: Callable[..., Any] = facts.get if isinstance(facts, Mapping) else partial(getattr, facts)
+    reasons = {**(value_of("unavailable", None) or {}), **(why if isinstance(why, Mapping) else {})}
     values: dict[str, Any] = {}
     for name in kind.__annotations__:
-        values[name] = value = known[name] if name in known else value_of(name)
+        values[name] = value = known[name] if name in known else value_of(name, None)
         if isinstance(value, Reading):
             values[name], reasons[name] = value.value, value.reason or reasons.get(name)
     inner = [value for value in values.values() if isinstance(value, dict) and "unavailable" not in value]

@@ -75,10 +75,10 @@ class BeforeAndAfter:
 
     def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The elements that were taken of each weight at both moments, where its content is another now."""
-        is_changed = changes_of_content(self.before, self.after)
         samples, samples_now = self.before.samples, self.after.samples
-        both = [key for key in samples if key in samples_now and samples.dtype(key).is_floating_point]
-        return {key: (samples[key], samples_now[key]) for key in both if is_changed(key)}
+        changed = changed_contents(self.before, self.after)
+        both = [key for key in samples if key in changed and key in samples_now] if changed else []
+        return {key: (samples[key], samples_now[key]) for key in both if samples.dtype(key).is_floating_point}
 
 
 def weight_changes(
@@ -309,11 +309,15 @@ def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tu
     keys = {*patches_now, *patches_before}
     twins = {place_of(held.base[key]): key for key in keys if key in held.base}
     addresses = {_address(held.base[key]) for key in keys if key in held.base}
+    tied = {key for key, weight in held.base.items() if key not in keys and _address(weight) in addresses}
     samples_before, samples_after = before.samples, after.samples
     is_changed = changes_of_content(before, after)
-    for key, weight in now.items():
+    looked_at = {*keys, *tied, *changed_contents(before, after)}
+    for key, weight in now.items() if looked_at else ():
+        if key not in looked_at:
+            continue
         content = is_changed(key)
-        is_own = key in keys or _address(held.base[key]) not in addresses
+        is_own = key not in tied
         twin = key if is_own else twins.get(place_of(held.base[key]), key)
         if not content and twin not in keys:
             continue
@@ -409,17 +413,28 @@ def _taken_out(patch: AppliedPatch) -> AppliedPatch:
 
 
 def changes_of_content(before: ModelSnapshot, after: ModelSnapshot) -> Callable[[str], bool | None]:
-    """Tells whether a weight's content is another, by its fingerprint or else by a thousand elements."""
+    """Tells whether a weight's content is another; None of one that was not looked at at both moments."""
+    changed = changed_contents(before, after)
+    prints, prints_now = before.fingerprints, after.fingerprints
     samples, samples_now = before.samples, after.samples
-    by_elements = samples_now.others_than(samples)
 
     def is_changed(key: str) -> bool | None:
-        prints = before.fingerprints.get(key), after.fingerprints.get(key)
-        if None not in prints:
-            return prints[0] != prints[1]
-        return key in by_elements if key in samples and key in samples_now else None
+        if key in changed:
+            return True
+        is_known = (key in prints and key in prints_now) or (key in samples and key in samples_now)
+        return False if is_known else None
 
     return is_changed
+
+
+def changed_contents(before: ModelSnapshot, after: ModelSnapshot) -> frozenset[str]:
+    """The weights whose content is another, by their fingerprints or else by a thousand elements."""
+    prints, prints_now = before.fingerprints, after.fingerprints
+    both = prints.keys() & prints_now.keys()
+    return frozenset(
+        (after.samples.others_than(before.samples) - both)
+        | {key for key in both if prints[key] != prints_now[key]}
+    )
 
 
 def _originals(
