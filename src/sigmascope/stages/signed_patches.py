@@ -40,8 +40,8 @@ from sigmascope.probes.fingerprints import (
     begin_fingerprints,
     positions,
 )
-from sigmascope.probes.reading import Reading, attempt
-from sigmascope.probes.tensors import places_of
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt
+from sigmascope.probes.tensors import is_at_hand, places_of
 from sigmascope.replaced import replaced
 
 MOST_KEPT_BYTES: Final = 512 << 20
@@ -70,6 +70,40 @@ class KeptPatches:
 
 
 NOTHING_KEPT: Final = Pending(KeptPatches)
+
+
+def with_tensors_of(kept: KeptPatches, patches: Iterable[AppliedPatch]) -> KeptPatches:
+    """The patches of a moment with the tensors of those that are there now, where these hold the same numbers.
+
+    Most LoRAs are the same before and after, and what is asked of one is then asked once: its content, norm and elements.
+    An accelerator is not asked: it would be waited for.
+    """
+    now = {_place_of(patch): patch for patch in patches}
+    shared: list[AppliedPatch] = []
+    for patch in kept.patches:
+        same = now.get(_place_of(patch))
+        is_same = same is not None and _are_equal(patch.tensors, same.tensors)
+        shared.append(replaced(patch, tensors=same.tensors) if same is not None and is_same else patch)
+    return KeptPatches(tuple(shared), kept.contents)
+
+
+def _place_of(patch: AppliedPatch) -> tuple[object, ...]:
+    return patch.key, patch.source, patch.adapter_type, patch.offset
+
+
+def _are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    if not tensors or tensors.keys() != others.keys():
+        return False
+    try:
+        return all(_is_equal(tensor, others[part]) for part, tensor in tensors.items())
+    except PROBE_ERRORS:
+        return False
+
+
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    if not (is_at_hand(tensor) and is_at_hand(other)) or tensor.dtype != other.dtype:
+        return False
+    return torch.equal(tensor, other)
 
 
 def keep_patches(

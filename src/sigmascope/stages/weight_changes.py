@@ -39,7 +39,9 @@ from sigmascope.stages.signed_patches import (
     content_of,
     contents_of,
     explain_contents,
+    key_of,
     signed_patches,
+    with_tensors_of,
 )
 from sigmascope.stages.weight_verdict import (
     MAY_BE_LOST,
@@ -383,7 +385,8 @@ def by_key(patches: Iterable[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
 def _to_be_told_apart(*sides: Mapping[str, Sequence[AppliedPatch]]) -> list[AppliedPatch]:
     """The patches of weights that have several, at one moment or both."""
     together = by_key(patch for side in sides for patches in side.values() for patch in patches)
-    return [patch for patches in together.values() if len(patches) > 1 for patch in patches]
+    several = (patches for patches in together.values() if len({key_of(patch) for patch in patches}) > 1)
+    return [patch for patches in several for patch in patches]
 
 
 def _distinct(patches: Iterable[AppliedPatch], contents: Contents) -> tuple[AppliedPatch, ...]:
@@ -551,5 +554,5 @@ def look_again(
     after = take_snapshot(
         model, model_type, keys=keys, contents=contents, since=before, applied=applied, weights=held
     )
-    kept = attempt(before.kept.result)
+    kept = attempt(lambda: with_tensors_of(before.kept.result(), applied.patches))
     return BeforeAndAfter(before, after, model, applied, held.value or Weights({}, {}), kept)

@@ -35,6 +35,20 @@ def test_a_file_of_the_safetensors_library_is_described_as_it_describes_itself(
     assert header.parameters == sum(tensor.numel() for tensor in weights.values())
 
 
+def test_a_header_that_was_read_before_is_as_the_file_has_it_now(write_raw: WriteRaw) -> None:
+    path = write_raw({"__metadata__": {"by": "x"}, "a": entry(0, 4)}, b"1234")
+    first = read_header(path)
+    first.metadata["by"] = "a caller"  # type: ignore[index]
+    first.tensors.clear()  # type: ignore[attr-defined]
+    again = read_header(path)
+    assert (dict(again.metadata), list(again.tensors)) == ({"by": "x"}, ["a"])
+    write_raw({"__metadata__": {"by": "y"}, "b": entry(0, 4)}, b"1234")
+    assert (dict(read_header(path).metadata), list(read_header(path).tensors)) == ({"by": "y"}, ["b"])
+    write_raw({"__metadata__": {"by": "y"}, "b": entry(0, 4)}, b"123")
+    with pytest.raises(CheckpointError, match="truncated"):
+        read_header(path)
+
+
 def test_entries_come_in_the_order_of_their_bytes(write_raw: WriteRaw) -> None:
     header = read_header(write_raw({"b": entry(4, 6), "a": entry(0, 4)}, b"123456"))
     assert list(header.tensors.values()) == [
