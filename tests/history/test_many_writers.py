@@ -12,7 +12,7 @@ from sigmascope.history.store import open_store
 
 pytestmark = pytest.mark.slow
 
-PROCESSES, RUNS = 8, 250
+PROCESSES, RUNS = 8, 500
 PROCESSES_KILLED = 200
 WRITES = """
 import sys

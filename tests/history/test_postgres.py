@@ -136,7 +136,7 @@ def test_many_processes_make_the_tables_and_lose_nothing(url: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", WRITES, str(name), "250"],
+            [sys.executable, "-c", WRITES, str(name), "500"],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
@@ -147,7 +147,7 @@ def test_many_processes_make_the_tables_and_lose_nothing(url: str) -> None:
     with open_store() as store:
         assert store.query("SELECT count(*), count(DISTINCT id) FROM runs") == (
             ["count", "count"],
-            [(2000, 2000)],
+            [(4000, 4000)],
         )
 
 

@@ -20,7 +20,7 @@ from sigmascope.lora.reader import load_lora
 from sigmascope.pipeline.pipeline_statistics import fit_saved_pipeline_lora, pipeline_statistics
 
 pytestmark = pytest.mark.slow
-CALL: dict[str, Any] = {"num_inference_steps": 10, "guidance_scale": 3.0}
+CALL: dict[str, Any] = {"num_inference_steps": 20, "guidance_scale": 3.0}
 CALIBRATION, SCORED = 16, 8
 
 
