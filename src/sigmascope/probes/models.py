@@ -525,7 +525,7 @@ def tensors_at(tree: ModuleTree, places: Sequence[int]) -> Iterator[tuple[int, s
             for name, tensor in own["_parameters"].items():
                 if isinstance(tensor, Tensor):
                     yield at, name, tensor
-        if own["_buffers"]:
+        if own.get("_buffers"):
             for name, tensor in own_buffers(tree.modules[place], transient=False):
                 yield at, name, tensor
 

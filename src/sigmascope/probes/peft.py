@@ -880,7 +880,7 @@ def base_tensors(model: object) -> Iterator[tuple[str, nn.Module, Tensor]]:
     for start, root in _roots(model):
         tree = tree_of(root)
         found: _Places = tree.derive("innermost modules", partial(_innermost, tree))
-        indices: list[int] = tree.derive("indices of those", lambda: [index for _, index in found])  # noqa: B023 - called at once
+        indices: list[int] = tree.derive("places of innermost modules", lambda: [index for _, index in found])  # noqa: B023 - called at once
         for at, own, tensor in tensors_at(tree, indices):
             name, index = found[at]
             module = tree.modules[index]

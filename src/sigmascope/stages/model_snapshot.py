@@ -562,7 +562,7 @@ def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, str, Tensor]]:
     """Each tensor with its module's place and its own name."""
     tree = tree_of(module)
     placed: list[tuple[_Place, int]] = tree.derive("places of tensors", lambda: _places(tree))
-    indices: list[int] = tree.derive("indices of these", lambda: [index for _, index in placed])
+    indices: list[int] = tree.derive("where tensors may be", lambda: [index for _, index in placed])
     for at, name, tensor in tensors_at(tree, indices):
         yield placed[at][0], name, tensor
 
