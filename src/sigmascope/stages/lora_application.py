@@ -429,7 +429,7 @@ class _OfFile(NamedTuple):
 
     def named(self, looks: BeforeAndAfter, side: str) -> dict[str, str]:
         """The weights of one model whose content is another, by the names that the verdict has for them."""
-        changed = [*looks.samples_of_changed()] if self.verdict is not None else []
+        changed = looks.changed_and_sampled() if self.verdict is not None else []
         if not changed:
             return {}
         of_unet, of_clip = names_of_all(self.unet, self.clip)
@@ -539,9 +539,10 @@ def _explain_fused_weights(
     *models: object,
 ) -> Reading[AppliedVerdict]:
     """What is on the models with what is in their weights, which is taken off the unexplained ones."""
+    if on_model.value is None:
+        return on_model
     changed = [model.looks.samples_of_changed() for model in (unet, clip)]
-    has_others = any(changed) or any(model.weights["drift"]["keys"] for model in (unet, clip))
-    if on_model.value is None or not has_others:
+    if not any(changed) and not any(model.weights["drift"]["keys"] for model in (unet, clip)):
         return on_model
     names = attempt(lambda: names_of_all(*models)).value
     if names is None:

@@ -75,12 +75,17 @@ class BeforeAndAfter:
         """Why a weight may not be what its layer computed or computes with; None if nothing stood in its place."""
         return self.after.detour_of(key) or self.before.detour_of(key)
 
-    def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The elements that were taken of each weight at both moments, where its content is another now."""
+    def changed_and_sampled(self) -> list[str]:
+        """The weights whose content is another now, and of which elements were taken at both moments."""
         samples, samples_now = self.before.samples, self.after.samples
         changed = changed_contents(self.before, self.after)
         both = [key for key in samples if key in changed and key in samples_now] if changed else []
-        return {key: (samples[key], samples_now[key]) for key in both if samples.dtype(key).is_floating_point}
+        return [key for key in both if samples.dtype(key).is_floating_point]
+
+    def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Those elements, before and now."""
+        samples, samples_now = self.before.samples, self.after.samples
+        return {key: (samples[key], samples_now[key]) for key in self.changed_and_sampled()}
 
 
 def weight_changes(
