@@ -46,7 +46,8 @@ from sigmascope.stages.conditioning import DumpFolder, read_conditioning
 from sigmascope.stages.latent_encoding import record_of_step
 from sigmascope.stages.latent_facts import find_latent
 from sigmascope.stages.latent_summary import end_lines, latent_sections, print_lines
-from sigmascope.stages.lora_application import Keys, lora_sections
+from sigmascope.stages.lora_application import Keys
+from sigmascope.stages.lora_summary import lora_sections
 from sigmascope.stages.summary import (
     NO_ACCELERATOR,
     Row,

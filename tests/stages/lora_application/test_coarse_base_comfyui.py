@@ -16,8 +16,8 @@ from sigmascope.lora.arrival import arrivals
 from sigmascope.stages.lora_application import (
     analyze_lora_application_results,
     capture_lora_baseline,
-    weight_rows,
 )
+from sigmascope.stages.lora_summary import weight_rows
 
 pytestmark = pytest.mark.comfyui
 

@@ -13,8 +13,8 @@ from sigmascope.probes.fingerprints import positions
 from sigmascope.stages.lora_application import (
     analyze_lora_application_results,
     capture_lora_baseline,
-    weight_rows,
 )
+from sigmascope.stages.lora_summary import weight_rows
 from sigmascope.stages.signed_patches import SignedPatches
 from sigmascope.stages.weight_verdict import WeightEvidence, judge_weight, sampled_effect
 
