@@ -41,7 +41,7 @@ from sigmascope.lora.linalg import as_float64, same_matrix
 from sigmascope.lora.module_names import LayerIndex, ModuleName, flat, is_of_controlnet, parse_name
 from sigmascope.lora.reader import lora_in
 from sigmascope.lora.verdict import Reason, unreadable
-from sigmascope.probes.peft import base_tensors
+from sigmascope.probes.adapted_modules import base_tensors
 from sigmascope.probes.reading import describe
 from sigmascope.replaced import replaced
 from sigmascope.units import counted, first_few

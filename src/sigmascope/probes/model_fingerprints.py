@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from sigmascope.probes.accelerators import CAPTURED, is_capturing
+from sigmascope.probes.adapted_modules import base_weights
 from sigmascope.probes.copies import Pending, T
 from sigmascope.probes.fingerprints import Fingerprint, begin_fingerprints, begin_samples, fingerprints
 from sigmascope.probes.glimpses import Glimpses
@@ -32,7 +33,7 @@ from sigmascope.probes.models import (
     unwrap,
 )
 from sigmascope.probes.module_tree import tree_of
-from sigmascope.probes.peft import adapters_of, base_weights, by_adapter, number_for, standings_in
+from sigmascope.probes.peft import adapters_of, by_adapter, number_for, standings_in
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, attribute
 from sigmascope.probes.tensors import why_unreadable
 

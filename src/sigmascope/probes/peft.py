@@ -1,12 +1,10 @@
 """What PEFT and diffusers' LoRA loaders injected into a model: which adapters are on which weights, and which of them
 act.
 
-PEFT is not imported: its layers are known by what they hold. Modules are walked by what is registered on them and
-not by `named_modules` or `state_dict`, which PEFT's attention layer answers by registering its weights anew.
+PEFT is not imported: its layers are known by what they hold, and found as `adapted_modules` finds them.
 
 `read_adapters` gives each change of each weight with its state. `changes_of` reads a layer's factors by kind,
-`scales_of` takes its scale apart into strength, rank and alpha. `adapted_modules`, `adapter_layers` and `base_weights` find modules and
-weights under the names that they have without adapters.
+`scales_of` takes its scale apart into strength, rank and alpha.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,26 +14,16 @@ from math import sqrt
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from sigmascope.probes.adapted_modules import adapter_layers, bare, own_tensors, roots_of
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchType, Standing
-from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters, tensors_at
+from sigmascope.probes.joined_projections import bypassed_layers, is_joined_as_it_is, joined_weights
+from sigmascope.probes.models import children_of, named_modules_in, own_parameters
 from sigmascope.probes.module_tree import ModuleTree, answers_itself, once_a_look, registered, tree_of
 from sigmascope.probes.reading import Reading, attempt, attribute, number, sequence
 
 _PATCH_TYPES: Final[Mapping[str, PatchType]] = {"lora": "lora_up", "dora": "lora_up", "diff": "diff"}
-
-_WRAPPED: Final = ("base_layer", "original_module")
-_AROUND_WHOLE_MODELS: Final = {
-    "_orig_mod": ("OptimizedModule",),
-    "module": ("DataParallel", "DistributedDataParallel"),
-    "base_model": ("PeftModel",),
-    "model": ("BaseTuner",),
-}
-"""Where a wrapper keeps the model, and the classes that keep one there."""
-_WRAPPED_NAMES: Final = frozenset(_WRAPPED)
-_AROUND: Final = frozenset((*_WRAPPED, *_AROUND_WHOLE_MODELS))
 
 _MAGNITUDE: Final = "lora_magnitude_vector"
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
@@ -44,13 +32,6 @@ UP_BIAS: Final = "lora_B.bias"
 NO_VALUES: Final = "it has no values: its tensors are on the meta device"
 UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
 _BYPASSED: Final = "its attention runs joined projections instead: unfuse_qkv_projections separates them"
-_JOINED: Final = {
-    "to_qkv": ("to_q", "to_k", "to_v"),
-    "to_kv": ("to_k", "to_v"),
-    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
-    "to_added_kv": ("add_k_proj", "add_v_proj"),
-}
-"""What diffusers' `fuse_qkv_projections` makes of an attention's layers, and of which: of their weights without adapters."""
 _TAKE_FROM_WEIGHTS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` with which PEFT writes into the weights that an adapter is for."""
 _STRENGTH_DIGITS: Final = 12
@@ -90,7 +71,7 @@ def _patches(model: object) -> Iterator[AppliedPatch]:
         for layer in around:
             states = adapter_states(layer)
             if is_bypassed:
-                is_inside = bool(states.merged) and _is_joined_as_it_is(bare(layer), rows)
+                is_inside = bool(states.merged) and is_joined_as_it_is(bare(layer), rows)
                 states = replace(states, bypassed=not is_inside)
             for patch in _of_layer(name, layer, states, counts):
                 why = rewriting.get(patch.source or "", _nothing_in_base)(layer)
@@ -107,7 +88,7 @@ def _rewriting_adapters(model: object) -> Iterator[tuple[str, Callable[[nn.Modul
     PEFT trains biases of the model with `bias` of "all" or "lora_only", and loads them into it. Some ways to begin a
     training take a part out of the weights, which the factors have then.
     """
-    for _, root in _roots(model):
+    for _, root in roots_of(model):
         tree = tree_of(root)
         for configs in tree.held("peft_config", tree.holding("peft_config")):
             for adapter, config in configs.items() if isinstance(configs, Mapping) else ():
@@ -148,69 +129,6 @@ def _in_base(config: object) -> Callable[[nn.Module], str | None] | None:
         says = f'with init_lora_weights="{begun}" it took a part out of the model\'s weights, which they lack while it is off'
         return lambda _: says
     return None
-
-
-def _is_joined_as_it_is(layer: nn.Module, rows: Mapping[int, Tensor]) -> bool:
-    """Whether the joined layer has a layer's weight as it is now, with what was merged into it.
-
-    An accelerator is not asked: it would be waited for.
-    """
-    both = ((tensor, rows.get(id(tensor))) for _, tensor in own_parameters(layer))
-    return all(joined is None or own.device.type != "cpu" or torch.equal(own, joined) for own, joined in both)
-
-
-def bypassed_layers(model: object) -> frozenset[int]:
-    """By `id` the layers that a forward pass leaves out, since their attention has joined their weights into another."""
-    return frozenset(
-        id(layer) for _, layers, is_run in _joined_projections(model) if is_run for layer in layers
-    )
-
-
-def _joined_projections(model: object) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
-    """Each joined layer, the layers that it was made of with adapters around them, and whether it runs in their place."""
-    for _, root in _roots(model):
-        tree = tree_of(root)
-        places: list[int] = tree.derive("attentions that join", partial(_places_that_join, tree))
-        for place in places:
-            own = tree.own[place]
-            layers = own["_modules"]
-            if _JOINED.keys().isdisjoint(layers):
-                continue
-            is_joined = own.get("fused_projections") is True
-            is_run = is_joined and _runs_joined(tree.modules[place], own.get("processor"))
-            for joined, names in _JOINED.items():
-                parts = [layers[name] for name in names if layers.get(name) is not None]
-                if parts and layers.get(joined) is not None:
-                    yield layers[joined], parts, is_run
-
-
-def _places_that_join(tree: ModuleTree) -> list[int]:
-    return tree.of_class(lambda kind: hasattr(kind, "fuse_projections"))
-
-
-def joined_weights(model: object) -> tuple[dict[int, Tensor], frozenset[int]]:
-    """What joined layers compute with: by the `id` of a weight or bias its rows of theirs; and the `id`s of theirs.
-
-    Older attentions keep joined layers that they run no more: of these the `id`s alone.
-    """
-    rows: dict[int, Tensor] = {}
-    joined: set[int] = set()
-    for layer, parts, is_run in _joined_projections(model):
-        for name, whole in own_parameters(layer):
-            own = [dict(own_parameters(bare(part))).get(name) for part in parts]
-            sizes = [tensor.shape[0] for tensor in own if tensor is not None]
-            if len(sizes) != len(parts) or sum(sizes) != whole.shape[0]:
-                continue
-            joined.add(id(whole))
-            if is_run:
-                pieces = torch.split(whole.detach(), sizes)
-                rows |= {id(tensor): piece for tensor, piece in zip(own, pieces, strict=True)}
-    return rows, frozenset(joined)
-
-
-def _runs_joined(attention: nn.Module, processor: object) -> bool:
-    """Whether its joined layers are in use: diffusers' older attentions keep them once they are separated again."""
-    return hasattr(type(attention), "unfuse_projections") or type(processor).__name__.startswith("Fused")
 
 
 def _of_layer(
@@ -720,186 +638,3 @@ def number_for(layer: object, name: str, adapter: str) -> float | None:
     """A number that a layer keeps for an adapter."""
     value = held_by(layer, name, adapter)
     return None if value is None else number(value)
-
-
-def adapted_modules(model: object) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its name, wrappers of adapters before what they wrap and under the same name.
-
-    What belongs to an adapter is left out. A module that occurs twice is given once.
-
-    Args:
-        model: A module, compiled or not, PEFT's own wrapper of one, or a pipeline, whose components' names come
-            before the names of their modules.
-    """
-    yield from _modules(model, "adapted modules", _places)
-
-
-def adapter_layers(model: object) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer of adapters by the name of what it wraps, the outer ones of several first; as `adapted_modules` names them."""
-    yield from _modules(model, "adapter layers", _places_of_layers)
-
-
-_Places = list[tuple[str, int]]
-"""Names, and the indices of their modules in a `ModuleTree`."""
-
-
-def _modules(
-    model: object, what: str, find: Callable[[ModuleTree], _Places]
-) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[int] = set()
-    for start, root in _roots(model):
-        tree = tree_of(root)
-        for name, index in tree.derive(what, partial(find, tree)):
-            module = tree.modules[index]
-            if id(module) not in seen:
-                seen.add(id(module))
-                yield f"{start}.{name}" if start and name else start or name, module
-
-
-def _places(tree: ModuleTree) -> _Places:
-    shape = tree.shape
-    if shape.has_repeats or not _AROUND_WHOLE_MODELS.keys().isdisjoint(shape.own_names):
-        indices = tree.indices()
-        walked = ((name, indices.get(id(module))) for name, module in _walk(tree.modules[0]))
-        return [(name, index) for name, index in walked if index is not None]
-    inner_of = _wrapping(tree)
-    names: list[str | None] = [""]
-    for parent, own in zip(shape.parents[1:], shape.own_names[1:], strict=True):
-        start, wrapped_name = names[parent], inner_of.get(parent)
-        if start is None or (wrapped_name is not None and own != wrapped_name):
-            names.append(None)  # part of an adapter
-        elif wrapped_name is not None:
-            names.append(start)
-        else:
-            names.append(f"{start}.{own}" if start else own)
-    return [(name, index) for index, name in enumerate(names) if name is not None]
-
-
-def _places_of_layers(tree: ModuleTree) -> _Places:
-    places: _Places = tree.derive("adapted modules", partial(_places, tree))
-    wrapping = _wrapping(tree)
-    return [(name, index) for name, index in places if index in wrapping]
-
-
-def _innermost(tree: ModuleTree) -> _Places:
-    """Modules that are no layer around another."""
-    places: _Places = tree.derive("adapted modules", partial(_places, tree))
-    wrapping = _wrapping(tree)
-    return [(name, index) for name, index in places if index not in wrapping]
-
-
-def _wrapping(tree: ModuleTree) -> dict[int, str]:
-    """Where layers of adapters are, and the name of what each wraps."""
-    return tree.derive("layers around others", lambda: dict(_found_wrapping(tree)))
-
-
-def _found_wrapping(tree: ModuleTree) -> Iterator[tuple[int, str]]:
-    shape = tree.shape
-    around = [place for place, own in zip(shape.parents, shape.own_names, strict=True) if own in _WRAPPED]
-    for place in sorted({*around}):
-        inner = wrapped(tree.modules[place])
-        if inner is not None:
-            held = registered(tree.modules[place], "_modules")
-            yield place, next(own for own in _WRAPPED if held.get(own) is inner)
-
-
-def _roots(model: object) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(model, nn.Module):
-        yield "", model
-        return
-    components = attribute(model, "components")
-    if isinstance(components, Mapping):
-        for name, part in components.items():
-            if isinstance(part, nn.Module):
-                yield str(name), part
-
-
-def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        name, module = waiting.pop()
-        inner, held = None, registered(module, "_modules")
-        if not _AROUND.isdisjoint(held):
-            module = _unwrapped(module)
-            inner, held = wrapped(module), registered(module, "_modules")
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield name, module
-        if inner is not None:
-            waiting.append((name, inner))
-        elif held:
-            start = f"{name}." if name else ""
-            waiting += [
-                (start + own, child)
-                for own, child in reversed([*held.items()])
-                if isinstance(child, nn.Module)
-            ]
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Without what torch.compile, data parallelism or PEFT's model classes put around a whole module."""
-    inner = _inside(module)
-    return module if inner is None else _unwrapped(inner)
-
-
-def _inside(module: nn.Module) -> nn.Module | None:
-    held = registered(module, "_modules")
-    for name, kinds in _AROUND_WHOLE_MODELS.items() if held else ():
-        inner = held.get(name)
-        if isinstance(inner, nn.Module) and any(base.__name__ in kinds for base in type(module).__mro__):
-            return inner
-    return None
-
-
-def wrapped(module: nn.Module) -> nn.Module | None:
-    """The layer that an adapter's layer wraps, or None if it wraps none."""
-    held = registered(module, "_modules")
-    if not held or _WRAPPED_NAMES.isdisjoint(held):  # as in most modules
-        return None
-    for name in _WRAPPED:
-        inner = held.get(name)
-        if isinstance(inner, nn.Module) and isinstance(attribute(module, "adapter_layer_names"), tuple):
-            return inner
-    return None
-
-
-def base_weights(model: object) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers without those of adapters, by the names that a state dict has before any is injected.
-
-    A weight that an adapter is merged into is given as it is, with the adapter in it. Each is the host's own
-    tensor. Buffers that a state dict leaves out are left out.
-    """
-    return ((name, tensor) for name, _, tensor in base_tensors(model))
-
-
-def base_tensors(model: object) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """`base_weights` with the module that has each."""
-    first: dict[int, str] = {}
-    for start, root in _roots(model):
-        tree = tree_of(root)
-        found: _Places = tree.derive("innermost modules", partial(_innermost, tree))
-        indices: list[int] = tree.derive("places of innermost modules", lambda: [index for _, index in found])  # noqa: B023 - called at once
-        for at, own, tensor in tensors_at(tree, indices):
-            name, index = found[at]
-            module = tree.modules[index]
-            if first.setdefault(id(module), start) == start:
-                key = f"{name}.{own}" if name else own
-                yield f"{start}.{key}" if start else key, module, tensor
-
-
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a module itself, and those of its buffers that a state dict has."""
-    yield from own_parameters(module)
-    yield from own_buffers(module, transient=False)
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """The module without compilation and layers of adapters around it."""
-    held = registered(module, "_modules")
-    if not held or _AROUND.isdisjoint(held):
-        return module
-    module = _unwrapped(module)
-    inner = wrapped(module)
-    return module if inner is None else bare(inner)

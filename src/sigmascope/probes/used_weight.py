@@ -18,17 +18,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sigmascope.probes.adapted_modules import bare, wrapped
 from sigmascope.probes.comfyui_patcher import bypassed, is_comfyui, is_for_another, owner_of, patcher_of
 from sigmascope.probes.copies import copy_to_device
+from sigmascope.probes.joined_projections import joined_weights
 from sigmascope.probes.models import children_of
-from sigmascope.probes.peft import (
-    adapter_states,
-    adapters_of,
-    bare,
-    changes_of,
-    joined_weights,
-    wrapped,
-)
+from sigmascope.probes.peft import adapter_states, adapters_of, changes_of
 from sigmascope.probes.reading import Reading, attempt, attribute, mapping, sequence
 from sigmascope.probes.tensors import why_unreadable
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from sigmascope.probes.adapted_modules import adapted_modules
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import (
     KeptWeight,
@@ -42,6 +43,7 @@ from sigmascope.probes.forward_passes import (
     is_of_host,
     settings_of,
 )
+from sigmascope.probes.joined_projections import joined_weights
 from sigmascope.probes.models import (
     children_of,
     components_of,
@@ -49,7 +51,7 @@ from sigmascope.probes.models import (
     tensors_at,
 )
 from sigmascope.probes.module_tree import ModuleTree, tree_of
-from sigmascope.probes.peft import adapted_modules, joined_weights, read_adapters
+from sigmascope.probes.peft import read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
 from sigmascope.stages.baseline import NO_WEIGHTS, most_common
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges, as_dict

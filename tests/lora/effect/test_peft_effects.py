@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from sigmascope.lora.effect import effect_of, measured_effect
-from sigmascope.probes.peft import base_weights, read_adapters
+from sigmascope.probes.adapted_modules import base_weights
+from sigmascope.probes.peft import read_adapters
 
 peft: Any = pytest.importorskip("peft")
 

@@ -4,8 +4,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
+from sigmascope.probes.adapted_modules import adapter_layers
 from sigmascope.probes.models import module_facts, modules_in, named_modules_in, own_buffers, own_parameters
-from sigmascope.probes.peft import adapter_layers
 from sigmascope.stages.model_snapshot import weights_in
 
 

@@ -8,7 +8,8 @@ from tests.probes.peft.conftest import Inject
 from torch import nn
 
 from sigmascope.lora.effect import effect_of
-from sigmascope.probes.peft import base_weights, read_adapters
+from sigmascope.probes.adapted_modules import base_weights
+from sigmascope.probes.peft import read_adapters
 
 DORA = {"use_dora": True, "lora_alpha": 6}
 

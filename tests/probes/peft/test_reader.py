@@ -7,7 +7,8 @@ from tests.families import FAMILIES, make_pipeline
 from tests.probes.peft.conftest import Inject
 from torch import nn
 
-from sigmascope.probes.peft import base_weights, read_adapters
+from sigmascope.probes.adapted_modules import base_weights
+from sigmascope.probes.peft import read_adapters
 
 
 def test_model_without_adapters_has_none(model: nn.Module) -> None:

@@ -8,8 +8,9 @@ import torch
 from tests.probes.peft.conftest import Inject
 from torch import nn
 
+from sigmascope.probes.adapted_modules import base_weights
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.peft import base_weights, read_adapters
+from sigmascope.probes.peft import read_adapters
 
 Read = Callable[[], dict[str, AppliedPatch]]
 

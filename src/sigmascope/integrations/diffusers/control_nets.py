@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from sigmascope.probes.adapted_modules import adapter_layers, base_weights
 from sigmascope.probes.copies import Pending, copy_to_host
 from sigmascope.probes.models import children_of, unwrap
 from sigmascope.probes.module_tree import tree_of
-from sigmascope.probes.peft import adapter_layers, base_weights
 from sigmascope.probes.reading import attempt
 
 if TYPE_CHECKING:

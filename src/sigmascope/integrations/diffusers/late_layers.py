@@ -11,13 +11,8 @@ from typing import Final
 from torch import nn
 
 from sigmascope.integrations.diffusers.recipe import attached_layers
-from sigmascope.probes.peft import (
-    adapted_modules,
-    adapter_layers,
-    adapter_states,
-    adapters_of,
-    number_for,
-)
+from sigmascope.probes.adapted_modules import adapted_modules, adapter_layers
+from sigmascope.probes.peft import adapter_states, adapters_of, number_for
 
 _PLACE: Final = re.compile(r"(.*?)\.(\d+)(?:\.|$)")
 """The name of the list that a layer is in, and its place there."""

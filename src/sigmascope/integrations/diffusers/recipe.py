@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
+from sigmascope.probes.joined_projections import bypassed_layers
 from sigmascope.probes.model_fingerprints import (
     begin_adapter_fingerprint,
     begin_combined_fingerprint,
@@ -26,15 +27,7 @@ from sigmascope.probes.model_fingerprints import (
 )
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.module_tree import once_a_look, tree_of
-from sigmascope.probes.peft import (
-    adapter_states,
-    adapters_of,
-    bypassed_layers,
-    configs_of,
-    held_by,
-    number_for,
-    standings_in,
-)
+from sigmascope.probes.peft import adapter_states, adapters_of, configs_of, held_by, number_for, standings_in
 from sigmascope.probes.reading import Reading, attempt
 
 _ATTACHING: Final = "sigmascope.lora.apply"
