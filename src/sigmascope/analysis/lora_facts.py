@@ -53,6 +53,8 @@ WEAK, NOISY = "lora_arrives_weak", "lora_arrives_noisy"
 OF_ENCODERS: Final = "text encoders"
 MERGED_BEFORE: Final = "merged_before"
 """The fact of a change or a call: that something was merged before the watch of which nobody knows what is left, in a sentence."""
+MERGED_AT: Final = "merged_at"
+"""The fact of a change: the least and largest strengths, when the watch first saw them, of the LoRAs that were merged before, by "unet.style"."""
 
 
 def acts_at(strength: float | None, kind: object) -> bool:
@@ -114,11 +116,11 @@ def on_other_side(run: Run, change: Stage) -> list[tuple[str, Mapping[str, Any],
     if change.facts.get(ONLY_ON) is None:
         return []
     stages = [*run.walk()]
-    other = "unet" if _is_of_encoder(change) else "clip"
+    other = "unet" if is_of_encoder(change) else "clip"
     for stage in reversed(stages[: stages.index(change)]):
         if FACT not in stage.facts:
             continue
-        if stage.facts.get(ONLY_ON) is None or _is_of_encoder(stage) is (other == "clip"):
+        if stage.facts.get(ONLY_ON) is None or is_of_encoder(stage) is (other == "clip"):
             analysis = mapping(stage.facts[FACT])
             patches = mapping(analysis.get(f"{other}_lora_patches"))
             name = next(name for name, side in names_of_sides(stage) if side == other)
@@ -127,7 +129,8 @@ def on_other_side(run: Run, change: Stage) -> list[tuple[str, Mapping[str, Any],
     return []
 
 
-def _is_of_encoder(change: Stage) -> bool:
+def is_of_encoder(change: Stage) -> bool:
+    """Whether a change was made on a text encoder alone."""
     return str(change.facts.get(ONLY_ON)).startswith("text_encoder")
 
 

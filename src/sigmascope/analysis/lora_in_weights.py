@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from sigmascope.analysis.lora_facts import (
     FACT,
+    MERGED_AT,
     MERGING,
     OF_ENCODERS,
     SCALED,
@@ -16,6 +17,7 @@ from sigmascope.analysis.lora_facts import (
     WEIGHTS_LEFT,
     ZEROS,
     acting_in,
+    is_of_encoder,
     is_same,
     loras_in_call,
     mapping,
@@ -24,7 +26,7 @@ from sigmascope.analysis.lora_facts import (
     range_of,
     sides_of,
 )
-from sigmascope.records.run import RECIPE, Run, Stage
+from sigmascope.records.run import ONLY_ON, RECIPE, Run, Stage
 
 
 def saw_merging(run: Run) -> bool:
@@ -218,32 +220,72 @@ def may_cancel(run: Run, name: str, patches: Mapping[str, Any]) -> bool:
     return _is_same_norm(float(left), -sum((one or 0.0 for one in beside), 0.0))
 
 
-def _signed_norm(lora: Mapping[str, Any]) -> float | None:
-    """‖ΔW‖ with the sign of the strength; None if it is not known or of both signs."""
-    strengths, norm = range_of(lora.get("strengths")), lora.get("delta_norm")
+def _signed_norm(lora: Mapping[str, Any], merged_at: object = None) -> float | None:
+    """‖ΔW‖ with the sign of the strength; None if it is not known or of both signs.
+
+    Args:
+        lora: As a change left it.
+        merged_at: The least and the largest strength with which it was merged, if that is not how it is set.
+    """
+    strengths, norm, first = range_of(lora.get("strengths")), lora.get("delta_norm"), range_of(merged_at)
     if strengths is None or not isinstance(norm, float) or strengths[0] * strengths[1] < 0.0:
         return None
-    return norm if strengths[1] > 0.0 else -norm
+    signed = norm if strengths[1] > 0.0 else -norm
+    if first is None or all(map(is_same, first, strengths)):
+        return signed
+    is_one = first[0] == first[1] and strengths[0] == strengths[1] != 0.0
+    return signed * first[0] / strengths[0] if is_one else None
 
 
 def _signed_norm_left(run: Run, name: str) -> float | None:
-    """The sum of those that were merged into a side and whose layers were taken off; None if one is not known."""
+    """The sum of what is left of all that was merged into a side, and is not any more; None if one is not known.
+
+    Of a LoRA whose layers were taken off, all is left; of one that was taken out, what it was put in with and not taken out with.
+    """
     left: list[float | None] = []
-    merged: dict[str, float | None] = {}
+    merged: dict[str, tuple[float | None, float | None]] = {}  # as put in, and as set now
     for stage in run.walk():
-        for own, side in names_of_sides(stage) if FACT in stage.facts else ():
+        is_of_other = bool(stage.facts.get(ONLY_ON)) and is_of_encoder(stage) is not (name == OF_ENCODERS)
+        for own, side in names_of_sides(stage) if FACT in stage.facts and not is_of_other else ():
             if own != name:
                 continue
             loras = mapping(mapping(mapping(stage.facts[FACT]).get(f"{side}_lora_patches")).get("loras"))
-            if stage.facts.get("method") in TAKE_OFF:
-                left += [norm for lora, norm in merged.items() if lora not in loras]
             now = {lora: mapping(one) for lora, one in loras.items()}
-            merged = {
-                lora: merged.get(lora, _signed_norm(one))
-                for lora, one in now.items()
-                if "merged" in mapping(one.get("states"))
-            }
+            now = {lora: one for lora, one in now.items() if "merged" in mapping(one.get("states"))}
+            for lora in merged.keys() - now.keys():
+                put_in, taken_out = merged.pop(lora)
+                if lora in loras:
+                    left.append(_rest(put_in, taken_out))
+                elif stage.facts.get("method") in TAKE_OFF:
+                    left.append(put_in)
+            at_first = _merged_at(stage, name)
+            for lora, one in now.items():
+                first = _signed_norm(one, at_first.get(lora))
+                merged[lora] = merged.get(lora, (first, None))[0], _signed_norm(one)
+        for component_and_lora, held in loras_in_call(stage).items():
+            component, _, lora = component_and_lora.partition(".")
+            if _side_of(component) == name and lora in merged and not held.get("merged"):
+                put_in, taken_out = merged.pop(lora)
+                left.append(_rest(put_in, taken_out, held.get("call_scale")))
     return None if None in left else sum((one or 0.0 for one in left), 0.0)
+
+
+def _merged_at(change: Stage, side: str) -> dict[str, object]:
+    """The strengths with which LoRAs were merged into a side before the watch, by their names."""
+    names = {lora: lora.partition(".") for lora in mapping(change.facts.get(MERGED_AT))}
+    return {
+        adapter: change.facts[MERGED_AT][lora]
+        for lora, (component, _, adapter) in names.items()
+        if _side_of(component) == side
+    }
+
+
+def _rest(put_in: float | None, taken_out: float | None, scale: object = None) -> float | None:
+    """What stays of what was put in, after as much was taken out, times the scale of the call that did."""
+    if put_in is None or taken_out is None:
+        return None
+    taken_out *= scale if isinstance(scale, int | float) else 1.0
+    return 0.0 if _is_same_norm(put_in, taken_out) else put_in - taken_out
 
 
 def _merged_into(run: Run) -> set[str]:

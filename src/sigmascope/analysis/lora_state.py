@@ -68,19 +68,17 @@ _MAY_CANCEL: Final = f"{_IS_OPEN}: it may take away all that was fused before an
 
 
 def _may_cancel(run: Run) -> bool:
-    """Whether all that acts as the last change left it may cancel what stays in the weights."""
-    change = last_change(run)
-    if change is None:
+    """Whether all that acts as the last change left it may cancel what stays in the weights, or may stay there."""
+    changes = [stage for stage in run.walk() if FACT in stage.facts]
+    left = left_in_weights(run)
+    if not changes or not (left or fused_before(run)):
         return False
-    last, patches = as_set_last(run, change)
+    last, patches = as_set_last(run, last_change(run) or changes[-1])
     sides = [
         (name, side) for (name, _), side in zip(names_of_sides(last), patches, strict=True) if acting_in(side)
     ]
-    left = left_in_weights(run) if sides else []
     return (
-        bool(left)
-        and {name for name, _ in sides} >= {*left}
-        and all(may_cancel(run, *side) for side in sides)
+        bool(sides) and {name for name, _ in sides} >= {*left} and all(may_cancel(run, *one) for one in sides)
     )
 
 

@@ -21,7 +21,14 @@ from typing import Any, ClassVar, Final, Literal
 
 from torch import Tensor, nn
 
-from sigmascope.analysis.lora_facts import MERGED_BEFORE, OF_SETTING, TAKE_OFF, WEIGHTS_BEFORE, WEIGHTS_LEFT
+from sigmascope.analysis.lora_facts import (
+    MERGED_AT,
+    MERGED_BEFORE,
+    OF_SETTING,
+    TAKE_OFF,
+    WEIGHTS_BEFORE,
+    WEIGHTS_LEFT,
+)
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
 from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae, listed_as_fused, may_stay_in
@@ -525,8 +532,14 @@ class LoraObserver(Observer):
             lora_path=path,
             fused=listed_as_fused(target),
         )
+        model, _ = self._models.get(target) or (None, None)
+        if merged_at := self.session.merged_before.strengths_in(target):
+            told_at = {
+                f"{model or name.partition('.')[0]}.{name.partition('.')[2]}": one
+                for name, one in merged_at.items()
+            }
+            stage.fact(MERGED_AT, told_at)
         if open_in := self.session.merged_before.open_in(target):
-            model, _ = self._models.get(target) or (None, None)
             may_stay = may_stay_in([model or name for name in open_in])
             stage.fact(MERGED_BEFORE, may_stay["message"])
             if analysis["effective"] is False:

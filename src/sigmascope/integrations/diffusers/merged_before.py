@@ -4,7 +4,7 @@ A model's weights do not tell what is in them that is not theirs. The books do w
 Once one is taken out, the strength decides that is set then, which need not be that of the merging, and a part of it may stay.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from sigmascope.analysis.lora_facts import acts_at
-from sigmascope.integrations.diffusers.recipe import models_in
+from sigmascope.integrations.diffusers.recipe import models_in, strengths_of
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.module_tree import tree_of
 from sigmascope.probes.peft import adapters_of, read_adapters, standings_in
@@ -28,11 +28,12 @@ _FUSED_BY_PIPELINE: Final = "_merged_adapters"
 class _Seen:
     """What was merged into a model when it was first seen, and whether nobody knows what of it is in the weights.
 
-    `at_zero` are the names of the adapters if all that was merged had strength 0.
+    `strengths` are the least and largest that the adapters had then; `at_zero` are their names if all had strength 0.
     """
 
     merged: "WeakKeyDictionary[nn.Module, frozenset[str]]"
     is_open: bool
+    strengths: Mapping[str, tuple[float, float]]
     at_zero: frozenset[str] = frozenset()
 
     def has_been_taken_out(self, model: nn.Module) -> bool:
@@ -60,8 +61,10 @@ class MergedBefore:
             merged = WeakKeyDictionary((layer, names) for layer, names in _merged_in(model) if names)
             was_fused = _FUSED_INTO_MODEL in vars(model) or _fused_by_pipeline(target, name, model)
             is_open = not _act_as_merged(model) if merged else was_fused
-            at_zero = frozenset(chain.from_iterable(merged.values())) if is_open else frozenset[str]()
-            self._seen.put(model, _Seen(merged, is_open, at_zero))
+            adapters = frozenset(chain.from_iterable(merged.values()))
+            strengths = strengths_of(model, adapters) if adapters else {}
+            at_zero = adapters if is_open else frozenset[str]()
+            self._seen.put(model, _Seen(merged, is_open, strengths, at_zero))
 
     def open_in(self, target: object) -> list[str]:
         """The models of a pipeline, or the one alone, of which nobody knows what of it is still in their weights."""
@@ -78,8 +81,20 @@ class MergedBefore:
 
     def at_zero_in(self, target: object) -> set[str]:
         """The LoRAs, such as "unet.style", that were merged with strength 0: what they add now may be missing in the weights."""
-        seen = {name: self._seen.get(model) for name, model in models_in(target).items()}
-        return {f"{name}.{adapter}" for name, one in seen.items() if one for adapter in one.at_zero}
+        return {f"{name}.{adapter}" for name, one in self._seen_in(target) for adapter in one.at_zero}
+
+    def strengths_in(self, target: object) -> dict[str, tuple[float, float]]:
+        """The least and largest strengths that LoRAs, such as "unet.style", had when they were first seen, of those that were merged."""
+        return {
+            f"{name}.{adapter}": strengths
+            for name, one in self._seen_in(target)
+            for adapter, strengths in one.strengths.items()
+        }
+
+    def _seen_in(self, target: object) -> Iterator[tuple[str, _Seen]]:
+        for name, model in models_in(target).items():
+            if (seen := self._seen.get(model)) is not None:
+                yield name, seen
 
 
 def _merged_in(model: nn.Module) -> Iterator[tuple[nn.Module, frozenset[str]]]:

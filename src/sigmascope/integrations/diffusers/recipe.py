@@ -173,6 +173,15 @@ def loras_of(
     return loras
 
 
+def strengths_of(model: nn.Module, adapters: Collection[str]) -> dict[str, tuple[float, float]]:
+    """The least and the largest strength of the layers of each of these adapters that has one."""
+    return {
+        name: held["strength"]
+        for name, held in _adapters_of(model).items()
+        if name in adapters and held["strength"]
+    }
+
+
 def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
     """The facts of each adapter over all layers; those of the last time if every layer stands as it did then."""
     tree = tree_of(module)

@@ -31,6 +31,9 @@ ACTS: Final[dict[str, Act]] = {
     "set 0": lambda unet: unet.set_adapters(["a"], [0.0]),
     "set 0.5": lambda unet: unet.set_adapters(["a"], [0.5]),
     "set 1": lambda unet: unet.set_adapters(["a"], [1.0]),
+    "set -1": lambda unet: unet.set_adapters(["a"], [-1.0]),
+    "set -0.5": lambda unet: unet.set_adapters(["a"], [-0.5]),
+    "add b": lambda unet: unet.add_adapter(CONFIGS["lora"](), "b"),
     "disable": lambda unet: unet.disable_lora(),
     "delete": lambda unet: unet.delete_adapters("a"),
 }
@@ -186,6 +189,32 @@ def test_of_zeros_that_were_merged_no_part_stays() -> None:
 def test_what_was_fused_at_0_before_and_set_to_1_since_is_not_said_to_act(program: str) -> None:
     words, moved = words_of("lora", program)
     assert (words, moved) == ("unknown", False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on merged and on several adapters
+@pytest.mark.parametrize(
+    "program",
+    [
+        "fuse at 0, |, set -1, add b, set -1",
+        "fuse at 0, |, set -1, unfuse",
+        "fuse, |, set 0.5, add b, set -0.5",
+        "|, fuse at 0, set -1, add b, set -1",
+        "|, fuse at 0, set -1, unfuse",
+        "|, fuse, set 0.5, unfuse, set -0.5",
+    ],
+)
+def test_what_takes_away_a_part_that_was_left_in_the_weights_is_not_said_to_act(program: str) -> None:
+    """PEFT takes out as much as is set then, not what it put in."""
+    assert words_of("lora", program) == ("unknown", False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on merged and on several adapters
+@pytest.mark.parametrize(
+    "program",
+    ["fuse at 0, |, set -1, add b", "fuse, |, unfuse", "fuse, |, add b, set 0.5", "|, fuse, set 0.5, unfuse"],
+)
+def test_what_acts_beside_a_part_that_was_left_is_said_to(program: str) -> None:
+    assert words_of("lora", program) == ("acts", True)
 
 
 def test_what_was_seen_fused_at_0_and_is_set_to_another_strength_since_is_not_said_to_act() -> None:
