@@ -295,10 +295,11 @@ _MODEL_METHODS: Final = (
     "delete_adapter",
 )
 """Those of single models, diffusers' and transformers'."""
-_MODEL_LOADERS: Final = {
-    "load_lora_adapter": ("diffusers.loaders.peft", "PeftAdapterMixin"),
-    "load_attn_procs": ("diffusers.loaders.unet", "UNet2DConditionLoadersMixin"),
-}
+_MODEL_CLASSES: Final = (
+    ("diffusers.loaders.peft", "PeftAdapterMixin"),
+    ("diffusers.loaders.unet", "UNet2DConditionLoadersMixin"),
+)
+"""The bases from which diffusers' models have them."""
 _INJECTS: Final = "inject_adapter"
 """What `get_peft_model` and `inject_adapter_in_model` end in, a method of PEFT's tuners."""
 _LOADS_INTO_NEW: Final = "from_pretrained"
@@ -326,14 +327,14 @@ class LoraObserver(Observer):
         """Hear PEFT, now or when it is imported."""
         self.when_loaded(_INJECTS, "peft.tuners.tuners_utils", "BaseTuner", self._put_on_tuner)
         self.when_loaded(_LOADS, "peft.peft_model", "PeftModel", self._put_on_model)
-        for method, (module, kind) in _MODEL_LOADERS.items() if self.session.is_everywhere else ():
-            put_on = functools.partial(self._put_on_loader, method)
-            self.when_loaded(method, module, kind, put_on)
+        for module, kind in _MODEL_CLASSES if self.session.is_everywhere else ():
+            self.when_loaded(kind, module, kind, self._put_on_models)
 
-    def _put_on_loader(self, method: str, kind: type) -> None:
-        """Hear a loader of any model: where every pipeline is watched, it may be called before its pipeline is."""
-        if method in vars(kind):
-            self.hook_attribute(kind, method, functools.partial(self._before, method))
+    def _put_on_models(self, kind: type) -> None:
+        """Hear any model: where every pipeline is watched, its methods may be called before its pipeline is."""
+        for method in (*_MODEL_METHODS, *LORA_METHODS):
+            if method in vars(kind):
+                self.hook_attribute(kind, method, functools.partial(self._before, method))
 
     def _put_on_tuner(self, kind: type) -> None:
         if _INJECTS in vars(kind):
@@ -402,6 +403,7 @@ class LoraObserver(Observer):
         with self.session.own_work():
             if self.session.is_everywhere and not is_model:
                 self.session.watch(target)  # methods of its models may take off what this puts on
+            guard.read("watch.lora", lambda: self.session.merged_before.see(target))
             seen = guard.read("watch.lora", lambda: self._seen_before(target, source, kwargs))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
             merged = guard.read("watch.lora", lambda: _merged_in(target))

@@ -217,6 +217,20 @@ def test_what_acts_beside_a_part_that_was_left_is_said_to(program: str) -> None:
     assert words_of("lora", program) == ("acts", True)
 
 
+def test_a_watch_of_all_pipelines_hears_a_model_before_its_pipeline() -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.load_lora_weights(lora_state(pipeline, ("unet",), size=0.3), adapter_name="a")
+    pipeline.fuse_lora(lora_scale=0.0)
+    with sigmascope.watch() as watching:
+        pipeline.unet.set_adapters(["a"], [1.0])
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert torch.equal(picture, bare)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "unknown"
+
+
 def test_what_was_seen_fused_at_0_and_is_set_to_another_strength_since_is_not_said_to_act() -> None:
     """Of a pipeline that fused before, something may be in its text encoder too."""
     pipeline = make_pipeline("sd15")
