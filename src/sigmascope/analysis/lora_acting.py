@@ -16,6 +16,7 @@ from sigmascope.analysis.lora_facts import (
     acting_in,
     active_beside,
     estimate_in,
+    gives_back,
     is_same,
     loras_in_call,
     made_nan,
@@ -149,7 +150,9 @@ def acting_standing(run: Run) -> LoraStanding | None:
     confirmed = sum(
         check.get("result") == "confirmed" for _, changes, _ in sides for check in _checks(changes)
     )
-    acting = {name for _, _, patches in sides for name in acting_in(patches)}
+    acting = {
+        name for _, _, patches in sides for name, lora in acting_in(patches).items() if not gives_back(lora)
+    }
     words = "The LoRAs act" if len(acting) > 1 else "The LoRA acts"
     words += f": ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "."
     merged = "They are" if len(acting) > 1 else "It is"
@@ -383,6 +386,8 @@ def _beside_acting(patches: Mapping[str, Any]) -> Iterator[str]:
     acting = acting_in(patches)
     for name, lora in mapping(patches.get("loras")).items() if acting else ():
         if name in acting:
+            if len(acting) > 1 and gives_back(acting[name]):
+                yield f" LoRA {name} began with a part of the weights (init_lora_weights): how much it changes is unknown."
             continue
         states = mapping(lora).get("states")
         if mapping(states).keys() == {"inactive"}:

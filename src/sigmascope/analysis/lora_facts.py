@@ -51,6 +51,8 @@ AFTER_STEP: Final = "after_step"
 WEAK, NOISY = "lora_arrives_weak", "lora_arrives_noisy"
 """The findings on what arrived of a LoRA in coarse weights."""
 OF_ENCODERS: Final = "text encoders"
+GIVES_BACK: Final = "it began with a part of the weights (init_lora_weights), which they lack"
+"""Why ‖ΔW‖ of a PiSSA, say, is not known: its factors hold what was taken out of the weights, beside what it was trained to."""
 MERGED_BEFORE: Final = "merged_before"
 """The fact of a change or a call: that something was merged before the watch of which nobody knows what is left, in a sentence."""
 MERGED_AT: Final = "merged_at"
@@ -86,6 +88,11 @@ def acting_in(patches: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         for name, lora in loras.items()
         if not IDLE.issuperset(mapping(lora.get("states"))) and lora.get("delta_norm") != 0.0
     }
+
+
+def gives_back(lora: Mapping[str, Any]) -> bool:
+    """Whether a LoRA gives its weights back what it took out of them: until it is trained, it changes nothing at strength 1."""
+    return mapping(lora.get("unavailable")).get("delta_norm") == GIVES_BACK
 
 
 def loras_in_call(stage: Stage) -> dict[str, Mapping[str, Any]]:

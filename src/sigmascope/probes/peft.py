@@ -34,6 +34,7 @@ UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
 _BYPASSED: Final = "its attention runs joined projections instead: unfuse_qkv_projections separates them"
 _TAKE_FROM_WEIGHTS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` with which PEFT writes into the weights that an adapter is for."""
+_TOOK_OUT: Final = "it took a part out of the model's weights"
 _STRENGTH_DIGITS: Final = 12
 """Significant ones: PEFT keeps strength · alpha / rank; dividing gives the strength back but for float64's last digits."""
 
@@ -120,13 +121,18 @@ def takes_from_weights(model: nn.Module, adapter: str) -> bool:
     return isinstance(begun, str) and begun.lower().startswith(_TAKE_FROM_WEIGHTS)
 
 
+def took_from_weights(patch: AppliedPatch) -> bool:
+    """The same of a change of such an adapter."""
+    return patch.in_base is not None and _TOOK_OUT in patch.in_base
+
+
 def _in_base(config: object) -> Callable[[nn.Module], str | None] | None:
     biases, begun = attribute(config, "bias"), attribute(config, "init_lora_weights")
     if isinstance(biases, str) and biases != "none":
         says = f'with bias="{biases}" it changes biases of the model itself, which act while it is off'
         return lambda layer: says if biases == "all" or "bias" in dict(own_parameters(bare(layer))) else None
     if isinstance(begun, str) and begun.lower().startswith(_TAKE_FROM_WEIGHTS):
-        says = f'with init_lora_weights="{begun}" it took a part out of the model\'s weights, which they lack while it is off'
+        says = f'with init_lora_weights="{begun}" {_TOOK_OUT}, which they lack while it is off'
         return lambda _: says
     return None
 

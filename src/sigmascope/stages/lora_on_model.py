@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sigmascope.analysis.lora_facts import GIVES_BACK
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.files import short_path
 from sigmascope.lora.adapters import Adapter, WeightChange
@@ -50,7 +51,7 @@ from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_device, copy_to_host
 from sigmascope.probes.fingerprints import positions
 from sigmascope.probes.module_tree import once_a_look
-from sigmascope.probes.peft import UP_BIAS
+from sigmascope.probes.peft import UP_BIAS, took_from_weights
 from sigmascope.probes.reading import Reading, attempt, attribute, lookup, sequence
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding
@@ -514,6 +515,7 @@ def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[boo
     effects = [effect_of(changes, None) for changes in by_key.values()]
     norms = [effect.delta_norm for effect in effects if effect.delta_norm is not None]
     why = next((effect.unavailable["delta_norm"] for effect in effects if effect.delta_norm is None), None)
+    why = GIVES_BACK if any(map(took_from_weights, _acting(patches))) else why
     return as_dict(
         SourceFacts,
         keys=len(by_key),

@@ -996,6 +996,22 @@ def test_an_adapter_that_gives_the_model_its_own_weights_back_is_not_said_to_act
     assert "the adapter a began with a part that it took out of the model's weights" in said.says
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on several adapters
+@pytest.mark.parametrize("begun", ["pissa", "olora"])
+def test_beside_a_lora_that_acts_it_has_no_share(begun: str) -> None:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(lora_state(pipeline, ("unet",), size=0.3), adapter_name="a")
+        pipeline.unet.add_adapter(LoraConfig(**BY_PEFT, init_lora_weights=begun), "p")
+        pipeline.set_adapters(["a", "p"])
+        generate(pipeline, "sd15", num_inference_steps=1)
+    said = acting_lora(watching.record())
+    assert said is not None
+    assert said.startswith("The LoRA acts: ‖ΔW‖ / ‖W‖ is ")
+    assert "(p)" not in said
+    assert "LoRA p began with a part of the weights (init_lora_weights)" in said
+
+
 def test_an_adapter_that_gives_back_half_of_what_it_took_acts() -> None:
     pipeline = make_pipeline("sd15")
     bare = generate(pipeline, "sd15", num_inference_steps=1)
