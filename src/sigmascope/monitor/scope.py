@@ -40,6 +40,7 @@ from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
 from sigmascope.records.performance import MEMORY_OVER_TIME, PROCESSOR, UTILIZATION, ProcessorUse
 from sigmascope.records.run import (
     DEVICE_SECONDS,
+    MOST_LEVELS,
     STAGES,
     ExceptionDetails,
     Folded,
@@ -54,6 +55,7 @@ from sigmascope.records.run import (
 from sigmascope.threads import Life, has_hands_off, this_thread
 from sigmascope.units import counted
 
+TOO_DEEP: Final = f"no more than {MOST_LEVELS} stages inside each other are kept"
 STILL_OPEN = "the stage was still open when the run was read"
 ENDED_BEFORE = "when it had ended was found out later"
 OWN_FACT = "the caller put a fact of this name on the stage, which replaces it"
@@ -288,8 +290,8 @@ class Scope:
         """How many closed scopes of one name there are."""
         return max(map(len, self._closed.values()), default=0)
 
-    def freeze(self, run_started_ns: int) -> Stage:
-        """Return the record as it is now. An open stage ends now, and says so."""
+    def freeze(self, run_started_ns: int, levels: int = MOST_LEVELS) -> Stage:
+        """Return the record as it is now, down to so many levels. An open stage ends now, and says so."""
         instruments = self.instruments
         unavailable = dict(self.unavailable)
         ended_ns = self.ended_ns
@@ -312,6 +314,10 @@ class Scope:
             facts[DEVICE_SECONDS] = on_device
         elif why_not is not None:
             unavailable[DEVICE_SECONDS] = instruments.step_reasons().get("gpu_seconds") or why_not
+        children = list(self.children)
+        if children and levels == 1:
+            unavailable["children"] = TOO_DEEP
+            children = []
         return Stage(
             name=self.name,
             started_seconds=(self.started_ns - run_started_ns) / 1e9,
@@ -322,7 +328,7 @@ class Scope:
             memory=memory,
             peak=self.peak_so_far(),
             steps=self._steps(self.started_ns),
-            children=tuple(child.freeze(run_started_ns) for child in list(self.children)),
+            children=tuple(child.freeze(run_started_ns, levels - 1) for child in children),
             tensors=dict(self.tensors),
             modules=dict(self.modules),
             facts=facts,

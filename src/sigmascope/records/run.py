@@ -469,6 +469,18 @@ def _walk(stages: Iterable[Stage]) -> Iterator[Stage]:
         left.extend(reversed(stage.children))
 
 
+MOST_LEVELS: Final = 48
+"""How many stages may lie inside each other: a file of more would be nested too deeply to be read again."""
+
+
+def levels_of(run: Run) -> int:
+    """How many stages lie inside each other, at the most."""
+    levels, stages = 0, [*run.stages]
+    while stages:
+        levels, stages = levels + 1, [child for stage in stages for child in stage.children]
+    return levels
+
+
 def stage_path(*names: str) -> str:
     """A stage's name after those of the stages around it, such as "generation/denoising".
 

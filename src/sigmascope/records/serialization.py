@@ -30,10 +30,10 @@ from cattrs.errors import BaseValidationError
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 from cattrs.v import format_exception
 
-from sigmascope.errors import NewerSchemaError, RecordError
+from sigmascope.errors import ConfigError, NewerSchemaError, RecordError
 from sigmascope.files import atomic_path, parse_json, reading_hint, reason_of
 from sigmascope.records.recorded import Recorded, run_of
-from sigmascope.records.run import JsonScalar, Run, short_repr
+from sigmascope.records.run import MOST_LEVELS, JsonScalar, Run, levels_of, short_repr
 from sigmascope.units import format_size
 
 _IN_MEMORY = "<run in memory>"
@@ -60,7 +60,7 @@ def save_run(run: Recorded, path: str | os.PathLike[str]) -> None:
     """Write a run, or that of a `Watch`, to `path` atomically; only its owner can read it (mode 0600).
 
     Raises:
-        ConfigError: What is given has no run.
+        ConfigError: What is given has no run, or one with more stages inside each other than can be read again.
         WriteError: The file cannot be written. What was there before stays.
         TypeError: A fact is of a type that JSON lacks; the message says which.
     """
@@ -182,7 +182,14 @@ MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType({2: nothin
 
 
 def run_to_plain(run: Run) -> dict[str, Any]:
-    """The run as dicts, lists and scalars."""
+    """The run as dicts, lists and scalars.
+
+    Raises:
+        ConfigError: More stages lie inside each other than can be read again.
+    """
+    if (levels := levels_of(run)) > MOST_LEVELS:
+        message = f"The run {run.name!r} has {levels} stages inside each other; {MOST_LEVELS} are the limit."
+        raise ConfigError(message, hint="Give it fewer levels.")
     return to_plain(run)
 
 
