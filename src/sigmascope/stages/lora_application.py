@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from sigmascope.analysis.lora_facts import SCALED
 from sigmascope.lora.applied_verdict import AppliedVerdict
@@ -87,6 +88,7 @@ from sigmascope.stages.schema import (
     PatchAnalysis,
     PlacementChanges,
     UnetBaseline,
+    ValueChange,
     WeightChanges,
     as_dict,
 )
@@ -103,7 +105,8 @@ from sigmascope.stages.weight_changes import (
     weight_verdicts,
 )
 from sigmascope.stages.weight_check import Checks, begin_checks, follow_weights
-from sigmascope.stages.weight_verdict import NOT_SEEN
+from sigmascope.stages.weight_verdict import MAY_BE_LOST, NOT_SEEN, rounding
+from sigmascope.units import counted
 
 __all__ = [
     "LoraAnalysis",
@@ -236,6 +239,7 @@ def analyze_lora_application_results(
     component: str | None = None,
     lora_path: object = None,
     fused: Collection[str] = (),
+    merges: bool = False,
 ) -> LoraAnalysis:
     """What a LoRA's application changed, each model against its own original. Never raises.
 
@@ -253,6 +257,7 @@ def analyze_lora_application_results(
         component: What findings call a `modified_unet` that is no denoiser, such as "controlnet".
         lora_path: The LoRA's file, where the baseline has none: one that the application itself downloaded.
         fused: The names of LoRAs that may be in the weights: beside them, others are named.
+        merges: Whether what it took off, it put into the weights, as PEFT's `merge_and_unload` does.
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
@@ -262,11 +267,15 @@ def analyze_lora_application_results(
     if verdict.value is None:
         verdict = match_file(path, modified_unet, modified_clip)
     of_file = _OfFile(path, verdict.value, modified_unet, modified_clip)
-    unet = _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot, of_file)
-    clip = _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot, of_file)
+    unet = _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot, of_file, merges)
+    clip = _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot, of_file, merges)
     applied = node_outputs(lora_result) is not None
     in_conditioning = has_hooks(node_outputs(lora_result))
     effective = _is_effective((unet, clip))
+    if effective.value and (lost := _lost_in_merging(unet, clip)):
+        effective = Reading(
+            None, f"merging changed {counted(lost, 'weight')} by no more than rounding: {MAY_BE_LOST}"
+        )
     if in_conditioning and effective.value is False:
         effective = Reading(None, _WHILE_IT_SAMPLES)
     if effective.value is False and path is None and not any(m.has_patches for m in (unet, clip)):
@@ -349,6 +358,7 @@ class ModelAnalysis:
     patches: PatchAnalysis
     placement: PlacementChanges
     memory: MemoryChangeOfModel
+    merges: bool
 
     @property
     def patches_before(self) -> tuple[AppliedPatch, ...]:
@@ -362,13 +372,26 @@ class ModelAnalysis:
         Of kinds that a strength of 0 does not take away it is 1; a DoRA of PEFT's whose factors add nothing, and whose magnitudes
         are the weight's norms, has 0.
         """
-        on = {(patch.key, patch.source) for patch in self.patches_on.patches}
         facts, changes = self.weights["weight_changes"], self.weights["keys_value_changed"]
         reshaped = {key for key, change in facts.items() if change["shape_changed"]}
         written = {key for key, change in changes.items() if change["content_changed"]} - reshaped
-        merged = (p for p in self.patches_before if p.state == "merged" or p.key in written)
-        gone = [p for p in merged if (p.key, p.source) not in on]
-        return sorted({_strength_in_weight(patch) for patch in gone})
+        if self.merges:  # where nothing changed, what acted beside the weight is in it now
+            acted = {patch.key for patch in self._gone if patch.state == "lazy"}
+            written = (written | (acted - changes.keys())) - self.lost
+        merged = (p for p in self._gone if p.state == "merged" or p.key in written)
+        return sorted({_strength_in_weight(patch) for patch in merged})
+
+    @property
+    def _gone(self) -> list[AppliedPatch]:
+        on = {(patch.key, patch.source) for patch in self.patches_on.patches}
+        return [patch for patch in self.patches_before if (patch.key, patch.source) not in on]
+
+    @property
+    def lost(self) -> set[str]:
+        """The weights of which a merging took off what acted, and whose contents it changed by no more than rounding."""
+        acted = {patch.key for patch in self._gone if patch.state == "lazy"} if self.merges else set[str]()
+        changes, held = self.weights["keys_value_changed"], self.looks.held.base
+        return {key for key in acted & changes.keys() & held.keys() if _is_rounding(changes[key], held[key])}
 
     @property
     def has_patches(self) -> bool:
@@ -383,6 +406,13 @@ class ModelAnalysis:
         empty = {patch.key for patch in self.patches_on.patches if patch.state_reason == NO_VALUES}
         spoilt = {key for key in empty if key in held and not held[key].is_meta}
         return not before.issuperset([*spoilt, *spoilt_weights(self.patches)])
+
+
+def _is_rounding(change: ValueChange, weight: Tensor) -> bool:
+    """Whether the content of a weight changed by no more than rounding, whatever was taken off beside it."""
+    norm, whole = change["sampled_delta_norm"], change["weight_norm"]
+    is_small = norm is not None and whole is not None and norm <= rounding(weight.dtype) * whole
+    return change["content_changed"] is False or is_small
 
 
 def _strength_in_weight(patch: AppliedPatch) -> float:
@@ -422,7 +452,13 @@ class _OfFile(NamedTuple):
 
 
 def _analyze_model(
-    baseline: object, name: str, model_type: str, model: object, now: MemorySnapshot, of_file: _OfFile
+    baseline: object,
+    name: str,
+    model_type: str,
+    model: object,
+    now: MemorySnapshot,
+    of_file: _OfFile,
+    merges: bool,
 ) -> ModelAnalysis:
     """Compare one model with its own part of a baseline."""
     part = lookup(baseline, name)
@@ -454,6 +490,7 @@ def _analyze_model(
         described,
         placement_changes(before, looks.after),
         _memory_change(part, model, looks.held, now),
+        merges,
     )
 
 
@@ -495,6 +532,11 @@ def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
     """`patch_analysis`, or its structure with the reason why there is nothing in it."""
     analysis = attempt(lambda: patch_analysis(patches))
     return analysis.value or patch_analysis(ModelPatches(unavailable={"model": analysis.reason or UNTOLD}))
+
+
+def _lost_in_merging(*models: ModelAnalysis) -> int:
+    """How many weights lost what acted on them as it was merged, if it is in no other ones."""
+    return 0 if any(model.left_in_weights for model in models) else sum(len(model.lost) for model in models)
 
 
 def _is_effective(models: Sequence[ModelAnalysis]) -> Reading[bool]:

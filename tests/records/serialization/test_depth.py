@@ -29,7 +29,9 @@ def test_a_record_has_no_more_levels_than_can_be_read_again(tmp_path: Path) -> N
     assert load_run(tmp_path / "deep.json") == run
     *_, innermost = run.walk()
     assert innermost.name == f"level {MOST_LEVELS}"
-    assert innermost.unavailable["children"] == f"no more than {MOST_LEVELS} stages inside each other are kept"
+    assert (
+        innermost.unavailable["children"] == f"no more than {MOST_LEVELS} stages inside each other are kept"
+    )
     assert innermost.name in to_html(run)
     assert innermost.name in to_markdown(run)
 

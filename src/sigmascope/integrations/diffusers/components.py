@@ -533,6 +533,7 @@ class LoraObserver(Observer):
             component=self._component(target),
             lora_path=path,
             fused=listed_as_fused(target),
+            merges=method == "merge_and_unload",
         )
         model, _ = self._models.get(target) or (None, None)
         if merged_at := self.session.merged_before.strengths_in(target):

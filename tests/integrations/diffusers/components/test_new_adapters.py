@@ -209,6 +209,30 @@ def test_what_was_off_and_is_merged_stays_in_the_weights(which: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("tiny", "words"), [(("blocks",), "unknown"), (("up_blocks",), "acts"), ((), "acts")], ids=str
+)
+def test_what_rounding_swallows_as_it_is_merged_is_not_said_to_act(tiny: tuple[str, ...], words: str) -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.to(torch.bfloat16)
+    before = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        torch.manual_seed(0)
+        model = get_peft_model(pipeline.unet, deepcopy(TRAINED["lora"]))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name and any(part in name for part in tiny):
+                    parameter.mul_(1e-3)
+        pipeline.unet = model.merge_and_unload()
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert torch.equal(picture, before) is (words == "unknown")
+    said = standing(run.record())
+    assert said is not None
+    assert said.words == words
+    if words == "unknown":
+        assert "because merging changed 20 weights by no more than rounding" in said.says
+
+
 @pytest.mark.parametrize("way", ["linear", "cat"])
 def test_an_adapter_that_peft_makes_of_others_acts_with_its_own_strength(way: str) -> None:
     """PEFT injects it with a B of zeros, fills it, and leaves it off until `set_adapter`."""
