@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -39,6 +40,33 @@ def detour_of(module: nn.Module) -> str | None:
         return None
     found = attempt(lambda: _followed(forward, module))
     return found.reason if found.value is None else found.value or None
+
+
+def weight_readers(model: nn.Module) -> dict[str, str]:
+    """By attention, its processor where a script's own reads weights itself, in words: an adapter beside them does not run then."""
+    tree = tree_of(model)
+    held = ((tree.names[place], type(processor)) for place, processor in tree.having("processor"))
+    return {
+        name: f"the processor {kind.__qualname__} of {name} reads weights itself, which leaves adapters beside them out"
+        for name, kind in held
+        if _reads_weights(kind)
+    }
+
+
+def _reads_weights(kind: type) -> bool:
+    code = attribute(attribute(kind, "__call__"), "__code__")
+    return not is_of_host(kind) and isinstance(code, CodeType) and _reads_in(code)
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_in(code: CodeType) -> bool:
+    """Whether it uses some `.weight`, and not its dtype, device or shape alone."""
+    steps = [*dis.get_instructions(code)]
+    uses = (after for step, after in pairwise(steps) if (step.opname, step.argval) == ("LOAD_ATTR", "weight"))
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return any(after.argval not in ("dtype", "device", "shape") for after in uses) or any(
+        map(_reads_in, inner)
+    )
 
 
 def graph_beside(model: nn.Module) -> str | None:

@@ -42,6 +42,7 @@ from sigmascope.probes.forward_passes import (
     graph_beside,
     is_of_host,
     settings_of,
+    weight_readers,
 )
 from sigmascope.probes.joined_projections import joined_weights
 from sigmascope.probes.models import (
@@ -383,6 +384,8 @@ def _detours(
         why = None if whole is None else graph_beside(whole)
         if why is not None:
             yield prefix.rstrip("."), f"{why}, and which of the two runs is not known"
+        for name, reads in weight_readers(whole).items() if whole is not None else ():
+            yield f"{prefix}{name}", reads
 
 
 def _replaced_forward(module: nn.Module, forward: object, bypasses: Collection[int]) -> Iterator[object]:

@@ -35,9 +35,16 @@ from sigmascope.integrations.diffusers.recipe import (
 from sigmascope.integrations.diffusers.watch_session import LoraChange
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
-from sigmascope.probes.forward_passes import detour_of
+from sigmascope.probes.forward_passes import detour_of, weight_readers
 from sigmascope.probes.model_fingerprints import state_of, told
-from sigmascope.probes.peft import NO_VALUES, read_adapters, rewrites_model, takes_from_weights
+from sigmascope.probes.peft import (
+    NO_VALUES,
+    adapter_layers,
+    adapters_of,
+    read_adapters,
+    rewrites_model,
+    takes_from_weights,
+)
 from sigmascope.probes.reading import attempt, attribute
 from sigmascope.records.run import JsonScalar
 
@@ -551,7 +558,21 @@ def _detour_in(pipeline: object, running: Loras) -> str | None:
         why = detour_of(parts[name]) if name in parts else None
         if why is not None:
             return f"the forward pass of {name} is {why}"
-    return None
+    left_out = [
+        _left_out_by_processors(parts.get(component_of(name)), name, lora) for name, lora in running.items()
+    ]
+    return left_out[0] if left_out and None not in left_out else None
+
+
+def _left_out_by_processors(model: nn.Module | None, name: str, lora: Mapping[str, Any]) -> str | None:
+    """Why attention processors may leave a whole LoRA out, which is beside the weights that they read; None if not so."""
+    readers = {} if model is None or lora.get("merged") else weight_readers(model)
+    if model is None or not readers:
+        return None
+    adapter = name.partition(".")[2]
+    on = [path for path, layer in adapter_layers(model) if adapter in adapters_of(layer)]
+    is_whole = bool(on) and all(path.startswith((*(f"{one}." for one in readers),)) for path in on)
+    return next(iter(readers.values())) if is_whole else None
 
 
 def _in_embeddings() -> dict[str, Any]:

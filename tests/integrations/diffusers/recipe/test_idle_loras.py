@@ -1025,6 +1025,62 @@ def test_an_adapter_that_gives_back_half_of_what_it_took_acts() -> None:
     assert said.words == "acts"
 
 
+class _Attends:
+    """An attention processor of a script's own."""
+
+    def attend(self, attn: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = [
+            part.reshape(*part.shape[:2], attn.heads, -1).transpose(1, 2) for part in (query, key, value)
+        ]
+        return nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+
+
+class _ReadsWeights(_Attends):
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        words = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        linear = nn.functional.linear
+        query, key = linear(hidden_states, attn.to_q.weight), linear(words, attn.to_k.weight)
+        made = self.attend(attn, query, key, linear(words, attn.to_v.weight))
+        return linear(made, attn.to_out[0].weight, attn.to_out[0].bias)
+
+
+class _CallsLayers(_Attends):
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        words = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        hidden_states = hidden_states.to(attn.to_q.weight.dtype)
+        made = self.attend(attn, attn.to_q(hidden_states), attn.to_k(words), attn.to_v(words))
+        out: Tensor = attn.to_out[0](made)
+        return out
+
+
+@pytest.mark.parametrize("when", ["in the watch", "before it"])
+@pytest.mark.parametrize("only", [".attn", ""])
+@pytest.mark.parametrize("processor", [_ReadsWeights, _CallsLayers])
+def test_a_processor_that_reads_weights_leaves_what_is_beside_them_out(
+    processor: type[_Attends], only: str, when: str
+) -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.unet.set_attn_processor(processor())
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    state = lora_state(pipeline, ("unet",), size=0.3, only=only)
+    if when == "before it":
+        pipeline.load_lora_weights(state)
+    with sigmascope.watch(pipeline) as watching:
+        if when != "before it":
+            pipeline.load_lora_weights(state)
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    is_left_out = bool(only) and processor is _ReadsWeights
+    assert torch.equal(picture, bare) is is_left_out
+    said = standing(watching.record())
+    assert said is not None
+    assert said.words == ("unknown" if is_left_out else "acts")
+    assert ("the processor _ReadsWeights of " in said.says) is is_left_out
+
+
 @pytest.mark.parametrize("zero", ["lora_A", "lora_B"])
 @pytest.mark.parametrize("when", ["in the watch", "before it", "beside a fused one"])
 def test_zeros_beside_another_lora_are_named_in_every_finding(zero: str, when: str) -> None:
