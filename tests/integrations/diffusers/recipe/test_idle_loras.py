@@ -1029,10 +1029,11 @@ class _Attends:
     """An attention processor of a script's own."""
 
     def attend(self, attn: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        parts = [
+        heads = (
             part.reshape(*part.shape[:2], attn.heads, -1).transpose(1, 2) for part in (query, key, value)
-        ]
-        return nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+        )
+        query, key, value = heads
+        return nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 class _ReadsWeights(_Attends):
