@@ -240,6 +240,7 @@ def analyze_lora_application_results(
     lora_path: object = None,
     fused: Collection[str] = (),
     merges: bool = False,
+    by_peft: bool = False,
 ) -> LoraAnalysis:
     """What a LoRA's application changed, each model against its own original. Never raises.
 
@@ -258,6 +259,7 @@ def analyze_lora_application_results(
         lora_path: The LoRA's file, where the baseline has none: one that the application itself downloaded.
         fused: The names of LoRAs that may be in the weights: beside them, others are named.
         merges: Whether what it took off, it put into the weights, as PEFT's `merge_and_unload` does.
+        by_peft: Whether PEFT loaded the file itself, which what is known of the host's loaders does not hold for.
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
@@ -296,7 +298,7 @@ def analyze_lora_application_results(
             *file_findings(
                 verdict.value,
                 on_model.value,
-                host_of(modified_unet, modified_clip),
+                "peft" if by_peft else host_of(modified_unet, modified_clip),
                 by_pipeline=hasattr(type(lora_result), "load_lora_weights") or error is not None,
                 no_loader=_shows_no_loader(of_file, unet, clip),
                 raised=raised,

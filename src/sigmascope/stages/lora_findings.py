@@ -175,7 +175,7 @@ def file_findings(
     Args:
         verdict: On the file.
         applied: On what is on the models.
-        host: `diffusers` or `comfyui`.
+        host: `diffusers` or `comfyui`; `peft`, where it loaded the file itself.
         by_pipeline: Whether it is known that a pipeline loaded it, and not a model by itself.
         no_loader: Whether the weights show that no loader need have left it out.
         raised: What the loader raised: the reason, where the file shows none.

@@ -534,6 +534,7 @@ class LoraObserver(Observer):
             lora_path=path,
             fused=listed_as_fused(target),
             merges=method == "merge_and_unload",
+            by_peft=method == _LOADS,
         )
         model, _ = self._models.get(target) or (None, None)
         if merged_at := self.session.merged_before.strengths_in(target):

@@ -19,6 +19,7 @@ from peft import (
     get_peft_model,
     inject_adapter_in_model,
 )
+from safetensors.torch import load_file, save_file
 from tests.families import generate, make_pipeline
 from tests.integrations.diffusers.marks import left_behind
 from tests.integrations.diffusers.other_pipelines import controlnet
@@ -231,6 +232,35 @@ def test_what_rounding_swallows_as_it_is_merged_is_not_said_to_act(tiny: tuple[s
     assert said.words == words
     if words == "unknown":
         assert "because merging changed 20 weights by no more than rounding" in said.says
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+def test_a_file_whose_names_peft_does_not_find_is_not_held_to_the_loaders_of_diffusers(
+    tmp_path: Path,
+) -> None:
+    """PEFT leaves the adapter as it was made, with zeros."""
+    trained = get_peft_model(make_pipeline("sd15").unet, LoraConfig(r=2, target_modules=["to_q"]))
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    trained.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name.replace("model.", "model.inner.", 1): one for name, one in load_file(file).items()}, file)
+    pipeline = make_pipeline("sd15")
+    before = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        pipeline.unet = PeftModel.from_pretrained(pipeline.unet, tmp_path)
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert torch.equal(picture, before)
+    record = run.record()
+    said = standing(record)
+    assert said is not None
+    assert said.words == "does nothing"
+    findings = {finding.id: finding.message for finding in record.findings}
+    assert findings["lora_not_loaded"].startswith("None of the file's 20 modules is on the model: ")
+    assert "lora_part_unnamed" not in findings
+    assert not any("load_lora_weights" in message for message in findings.values())
 
 
 @pytest.mark.parametrize("way", ["linear", "cat"])
