@@ -14,6 +14,7 @@ from typing import Any, Final
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
 from sigmascope.lora.file_family import title_of
+from sigmascope.lora.formats import DORA
 from sigmascope.lora.host_findings import kind_unread
 from sigmascope.lora.hosts import IN_NO_HOST, PEFT_START, ending_of, leaves_other_keys, may_read
 from sigmascope.lora.module_names import is_of_controlnet
@@ -616,11 +617,21 @@ def _not_in_diffusers(verdict: LoraVerdict) -> Iterator[Finding]:
 
 
 def _magnitudes(keys: Sequence[str]) -> Iterator[Finding]:
-    """ComfyUI 0.3 to 0.33 reads DoRA's magnitudes by kohya's name alone, and logs others as keys that are not loaded."""
+    """ComfyUI 0.3 to 0.33 reads DoRA's magnitudes by kohya's name alone, and logs others as keys that are not loaded.
+
+    The loaders of diffusers 0.42 take just that name out of a file, and say so in the log.
+    """
     lost = [key for key in keys if ".lora_magnitude_vector" in key]
     if lost:
         yield verdict_finding(
             "lora_comfyui_loses_magnitudes",
+            {"modules": len(lost), "first": lost[0]},
+            modules=counted(len(lost), "DoRA module"),
+        )
+    lost = [key for key in keys if key.endswith(f".{DORA}")]
+    if lost:
+        yield verdict_finding(
+            "lora_diffusers_loses_magnitudes",
             {"modules": len(lost), "first": lost[0]},
             modules=counted(len(lost), "DoRA module"),
         )

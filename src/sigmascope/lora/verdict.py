@@ -584,6 +584,14 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "For ComfyUI, convert the file with its model: sigmascope lora convert FILE NEW --format kohya --model MODEL.",
         leaves_all_out=False,
     ),
+    "lora_diffusers_loses_magnitudes": _of_loader(
+        "diffusers",
+        "warning",
+        "diffusers leaves out the magnitudes of {modules} and applies the rest as a plain LoRA: it takes .dora_scale out of a "
+        "file, and reads .lora_magnitude_vector.",
+        "For diffusers, convert the file with its model: sigmascope lora convert FILE NEW --format peft --model MODEL.",
+        leaves_all_out=False,
+    ),
 }
 """Every reason, by the finding's id. Reasons of single modules stand in the order in which findings name them."""
 

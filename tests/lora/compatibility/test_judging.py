@@ -335,16 +335,22 @@ def test_attention_that_comfyui_loses_is_counted(pipelines: Pipelines, save: Sav
     assert finding.evidence["modules"] == len(attention)
 
 
-def test_magnitudes_that_comfyui_does_not_read_are_told(tmp_path: Path) -> None:
-    """Comfy-Org/ComfyUI issues 3494 and 4259: "lora key not loaded: ….lora_magnitude_vector"."""
+def test_magnitudes_that_a_host_does_not_read_are_told(tmp_path: Path) -> None:
+    """Comfy-Org/ComfyUI issues 3494 and 4259: "lora key not loaded: ….lora_magnitude_vector".
+
+    huggingface/diffusers pull request 7371: "we are going to filter out the keys associated to 'dora_scale'".
+    """
     factors = {"to_q.lora_A.weight": torch.ones(2, 4), "to_q.lora_B.weight": torch.ones(4, 2)}
     told = []
     for name in ("lora_magnitude_vector", "dora_scale"):
         path = tmp_path / f"{name}.safetensors"
         save_file({**factors, f"to_q.{name}": torch.ones(4, 1)}, path)
         findings = judge_lora(path, {"to_q.weight": (4, 4)}).findings
-        told.append([one.evidence for one in findings if one.id == "lora_comfyui_loses_magnitudes"])
-    assert told == [[{"modules": 1, "first": "to_q.lora_magnitude_vector"}], []]
+        told.append({one.id: one.evidence for one in findings if one.id.endswith("_loses_magnitudes")})
+    assert told == [
+        {"lora_comfyui_loses_magnitudes": {"modules": 1, "first": "to_q.lora_magnitude_vector"}},
+        {"lora_diffusers_loses_magnitudes": {"modules": 1, "first": "to_q.dora_scale"}},
+    ]
 
 
 @pytest.mark.parametrize(
