@@ -299,7 +299,7 @@ def analyze_lora_application_results(
                 verdict.value,
                 on_model.value,
                 "peft" if by_peft else host_of(modified_unet, modified_clip),
-                by_pipeline=hasattr(type(lora_result), "load_lora_weights") or error is not None,
+                by_pipeline=hasattr(type(lora_result), "load_lora_weights"),
                 no_loader=_shows_no_loader(of_file, unet, clip),
                 raised=raised,
             )

@@ -156,7 +156,6 @@ def judge_weight(
         explained: What `explain_contents` says of its `sampled_content`; None where that is None.
         sampled: What `sampled_effects` says of its samples; None where there are none.
     """
-    by_books = _by_books(weight)
     contents = None
     if weight.content_changed and weight.original is not None:
         contents = measured_effect(weight.original, weight.now)
@@ -164,6 +163,7 @@ def judge_weight(
     seen = contents or sampled or _NO_EFFECT
     content_relative = seen.relative_change
     content_is_rounding = seen.delta_norm == 0.0 or _is_rounding(content_relative, weight.now.dtype)
+    by_books = _by_books(weight, is_other=bool(weight.content_changed) and not content_is_rounding)
     if is_unseen:
         unknown = dict.fromkeys(("delta_norm", "relative_change", "weight_norm"), _UNSEEN)
         found = _Found(Effect(None, None, None, False, unavailable=unknown), None, True)
@@ -271,9 +271,16 @@ def is_below_any_bit(relative: float | None, dtype: torch.dtype) -> bool:
     return relative is not None and relative <= _SHARE_OF_NO_BIT and dtype != torch.float64
 
 
-def _by_books(weight: WeightEvidence) -> Effect | None:
-    """What the host says was changed, beside the weight and in it; None if nothing."""
+def _by_books(weight: WeightEvidence, *, is_other: bool) -> Effect | None:
+    """What the host says was changed, beside the weight and in it; None if nothing.
+
+    Args:
+        weight: What is known of it.
+        is_other: Whether its content is another by more than rounding.
+    """
     beside, inside = weight.beside, weight.inside
+    if inside.is_nothing and beside.net is None and is_other:
+        return signed_effect(replaced(beside, unread=beside.unread or _WEIGHT_GONE), None)
     if inside.is_nothing:
         return None if beside.is_nothing else signed_effect(beside, weight.now)
     if beside.net is not None and inside.net is not None:

@@ -263,6 +263,30 @@ def test_a_file_whose_names_peft_does_not_find_is_not_held_to_the_loaders_of_dif
     assert not any("load_lora_weights" in message for message in findings.values())
 
 
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_what_was_trained_in_the_watch_stays_in_the_weights_it_is_merged_into(use_dora: bool) -> None:
+    pipeline = make_pipeline("sd15")
+    before = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        model = get_peft_model(pipeline.unet, LoraConfig(r=2, target_modules=["to_q"], use_dora=use_dora))
+        for name, factor in model.named_parameters():
+            if "lora_B" in name:  # stands for a training loop
+                nn.init.normal_(factor, std=0.3)
+        trained = generate(pipeline, "sd15", num_inference_steps=1)
+        pipeline.unet = model.merge_and_unload()
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    assert torch.allclose(picture, trained, atol=1e-5)
+    assert not torch.allclose(picture, before, atol=1e-4)
+    record = run.record()
+    last = [stage for stage in record.walk() if stage.name == "lora_application"][-1]
+    assert last.facts["lora_application"]["effective"] is (None if use_dora else False)
+    assert standing(record) == (
+        "acts",
+        "The LoRA acts in the denoiser: it is merged into the weights.",
+        True,
+    )
+
+
 @pytest.mark.parametrize("way", ["linear", "cat"])
 def test_an_adapter_that_peft_makes_of_others_acts_with_its_own_strength(way: str) -> None:
     """PEFT injects it with a B of zeros, fills it, and leaves it off until `set_adapter`."""
