@@ -43,6 +43,7 @@ class VerdictRow(NamedTuple):
         leaves_all_out: Whether it may be why that loader takes nothing of the file.
         about_names: Whether it no longer matters once every module was found on the model.
         of_model: Whether it is about the loader of a model, diffusers' `load_lora_adapter`, and not a pipeline's.
+        of_pipeline: Whether it is about a pipeline's, `load_lora_weights`, and not a model's.
     """
 
     severity: Severity
@@ -54,6 +55,7 @@ class VerdictRow(NamedTuple):
     leaves_all_out: bool = False
     about_names: bool = False
     of_model: bool = False
+    of_pipeline: bool = False
 
     def words(self, modules: int) -> str:
         """The words of a message after this many modules."""
@@ -69,6 +71,7 @@ def _of_loader(
     leaves_all_out: bool = True,
     about_names: bool = False,
     of_model: bool = False,
+    of_pipeline: bool = False,
 ) -> VerdictRow:
     return VerdictRow(
         severity,
@@ -78,6 +81,7 @@ def _of_loader(
         leaves_all_out=leaves_all_out,
         about_names=about_names,
         of_model=of_model,
+        of_pipeline=of_pipeline,
     )
 
 
@@ -549,6 +553,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Load it with pipe.{part}.load_lora_adapter(FILE, {argument}), or convert it to PEFT's format, which adds the part "
         "(sigmascope lora convert).",
         about_names=True,
+        of_pipeline=True,
     ),
     "lora_some_biases": _of_loader(
         "diffusers",

@@ -188,8 +188,12 @@ def file_findings(
         is_said = left_out and finding.id == "lora_text_encoder_missing"
         is_solved = complete and (finding.id in _ABOUT_LOADERS or _is_of_control(finding))
         row = VERDICTS.get(finding.id)
+        of_models_own = by_pipeline or no_loader or raised is not None
+        of_pipelines_own = raised is not None and not by_pipeline
         is_of_other_loader = row is not None and (
-            row.host not in (None, host) or (row.of_model and (by_pipeline or no_loader))
+            row.host not in (None, host)
+            or (row.of_model and of_models_own)
+            or (row.of_pipeline and of_pipelines_own)
         )
         if not is_of_other_loader and not is_said and not is_solved:
             of_file.append(finding)

@@ -239,3 +239,22 @@ def test_what_only_a_models_own_loader_does_is_no_reason_where_a_pipeline_loaded
     assert "load_lora_adapter" in by_model["lora_not_loaded"]
     assert by_pipeline.keys() == {"lora_not_loaded"}
     assert "load_lora_adapter" not in by_pipeline["lora_not_loaded"]
+
+
+def test_what_a_pipelines_loader_does_is_no_reason_where_a_models_own_raised() -> None:
+    """As where a folder is given to `load_lora_adapter` without the name of its file."""
+    remark = verdict_finding("lora_part_unnamed", part="unet", argument="prefix=None")
+    missing = AppliedVerdict("style.safetensors", (AppliedModule("mid_block.to_q"),))
+    missing = replace(missing, findings=applied_findings(missing.modules))
+    verdict = LoraVerdict("style.safetensors", findings=(remark,))
+    raised = "OSError: no file named pytorch_lora_weights.bin"
+    by_model, by_pipeline = (
+        {
+            one.id: one.message
+            for one in file_findings(verdict, missing, "diffusers", by_pipeline=known, raised=raised)
+        }
+        for known in (False, True)
+    )
+    assert by_model.keys() == {"lora_not_loaded"}
+    assert by_model["lora_not_loaded"].endswith(f"the loader failed with {raised}.")
+    assert "load_lora_weights" in by_pipeline["lora_not_loaded"]
