@@ -632,22 +632,27 @@ def _is_returned_as_given(analysis: ModelAnalysis, model: object) -> bool:
 
 def _idle_changes(*models: ModelAnalysis, is_untrained: bool) -> list[IdleChange]:
     """Without those that the weights in use contradict, which have a finding of their own."""
-    changes = [
+    return [
         change
         for model in models
-        for change in attempt(lambda m=model: [*_idle_on(m)]).value or ()  # type: ignore[misc]
+        for change in attempt(lambda m=model: [*_idle_on(m, is_untrained=is_untrained)]).value or ()  # type: ignore[misc]
         if lookup(lookup(model.weights["checked"], change.key), "result") != "contradicted"
     ]
-    return [_before_training(change) for change in changes] if is_untrained else changes
 
 
-def _idle_on(model: ModelAnalysis) -> Iterator[IdleChange]:
-    """The idle changes of one model: beside a weight that is another now, what was merged into that takes them away."""
+def _idle_on(model: ModelAnalysis, *, is_untrained: bool) -> Iterator[IdleChange]:
+    """The idle changes of one model: beside a weight that is another now, what was merged into that takes them away.
+
+    A new adapter may have taken out of the weight what it begins with.
+    """
     is_other = changes_of_content(model.looks.before, model.looks.after)
     beside = {(patch.key, patch.source) for patch in model.patches_on.patches if patch.state == "lazy"}
     for idle in idle_changes(model.patches_on, model.looks.before):
         is_cancelled = idle.cause == "lora_without_effect" and (idle.key, idle.source) in beside
-        yield idle._replace(cause=SAME_CANCELLED) if is_cancelled and is_other(idle.key) else idle
+        if is_untrained:
+            yield _before_training(idle)
+        else:
+            yield idle._replace(cause=SAME_CANCELLED) if is_cancelled and is_other(idle.key) else idle
 
 
 def _before_training(change: IdleChange) -> IdleChange:

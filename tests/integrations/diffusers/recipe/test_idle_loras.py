@@ -990,7 +990,9 @@ def test_an_adapter_that_gives_the_model_its_own_weights_back_is_not_said_to_act
             pipeline.set_adapters(["a", "b"])
         picture = generate(pipeline, "sd15", num_inference_steps=1)
     assert torch.allclose(picture, bare, atol=1e-5)
-    said = standing(watching.record())
+    record = watching.record()
+    assert "lora_cancelled" not in {finding.id for finding in record.findings}
+    said = standing(record)
     assert said is not None
     assert said.words == "unknown"
     assert "the adapter a began with a part that it took out of the model's weights" in said.says
