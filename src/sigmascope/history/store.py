@@ -34,6 +34,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Select,
+    bindparam,
     create_engine,
     delete,
     event,
@@ -486,11 +487,7 @@ class Store:
         row = row_of(run)
         content = zlib.compress(run_to_json(run).encode("ascii"), 6)
         with self._writing() as connection:
-            known = connection.execute(
-                select(RECORDS.c.content)
-                .join(RUNS, RUNS.c.number == RECORDS.c.run)
-                .where(RUNS.c.id == row.id)
-            ).scalar()
+            known = connection.execute(_RECORD_OF_ID, {"of": row.id}).scalar()
             if known is not None:
                 if _is_record_of(run, known):
                     return False
@@ -506,8 +503,8 @@ class Store:
                 "record_bytes": len(content),
                 **row.columns(),
             }
-            number = connection.execute(insert(RUNS).values(values).returning(RUNS.c.number)).scalar_one()
-            connection.execute(insert(RECORDS).values(run=number, content=content))
+            number = connection.execute(_ADD_RUN, values).scalar_one()
+            connection.execute(_ADD_RECORD, {"run": number, "content": content})
             _insert_all(connection, LORAS, [{"run": number, "lora": lora} for lora in row.loras])
             _insert_all(connection, TAGS, [{"run": number, "tag": tag} for tag in dict.fromkeys(tags)])
             _insert_all(
@@ -752,6 +749,17 @@ _NOT_KEPT: Final = 2**31 - 1
 """The number of a run that is not in the store: the largest that PostgreSQL gives one."""
 _NEWEST_FIRST: Final = (RUNS.c.placed_at.desc(), RUNS.c.number.desc())
 
+# What each run that is kept takes, made once: SQLAlchemy takes as long to make a statement as to send it.
+_RECORD_OF_ID: Final = (
+    select(RECORDS.c.content)
+    .join(RUNS, RUNS.c.number == RECORDS.c.run)
+    .where(RUNS.c.id == bindparam("of", type_=RUNS.c.id.type))
+)
+_ADD_RUN: Final = insert(RUNS).returning(RUNS.c.number)
+_ADD_RECORD: Final = insert(RECORDS)
+_NEWEST: Final = select(func.max(RUNS.c.placed_at))
+_SIZE: Final = select(func.count(RUNS.c.number), func.coalesce(func.sum(RUNS.c.record_bytes), 0))
+
 _REASONS: Final = (
     (_LOCKED, "is locked by another process", "Try again once that is done."),
     (
@@ -947,9 +955,7 @@ def _chosen(query: Select[Any], filters: Filters | None) -> Select[Any]:
 
 def _prune(connection: Connection, most_runs: int, most_bytes: int) -> int:
     """Remove the oldest runs without a tag, until there are no more than these; how many that were."""
-    count, nbytes = connection.execute(
-        select(func.count(RUNS.c.number), func.coalesce(func.sum(RUNS.c.record_bytes), 0))
-    ).one()
+    count, nbytes = connection.execute(_SIZE).one()
     if count <= most_runs and nbytes <= most_bytes:
         return 0
     untagged = ~exists().where(TAGS.c.run == RUNS.c.number)
@@ -977,7 +983,7 @@ def _is_record_of(run: Run, content: bytes) -> bool:
 
 def _place_of(connection: Connection, now: str) -> str:
     """The place of a run that ended just now: behind all that were kept before, whatever this machine's clock says."""
-    newest = connection.execute(select(func.max(RUNS.c.placed_at))).scalar()
+    newest = connection.execute(_NEWEST).scalar()
     return now if newest is None else max(now, newest)
 
 
