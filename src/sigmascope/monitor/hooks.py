@@ -53,10 +53,11 @@ class HookSet:
         kind = type(thing)
         heard = self._heard.setdefault(attribute, ByIdentity())
         heard.put(thing, (kind, before))
-        if isinstance(inspect.getattr_static(kind, attribute, None), staticmethod):
+        definer = next((base for base in kind.__mro__[:-1] if attribute in vars(base)), None)
+        if definer is not None and isinstance(vars(definer)[attribute], staticmethod):
             failure = TypeError(f"{attribute} is static: its calls do not say on which object")
             self.guard.switch_off(f"{self.instrument} of {kind.__name__}", failure)
-        elif any(attribute in vars(base) for base in kind.__mro__[:-1]):
+        elif definer is not None:
             self.hook_attribute(kind, attribute, _before_targets(heard, kind))
         if attribute in getattr(thing, "__dict__", {}):
             self.hook_attribute(thing, attribute, before)

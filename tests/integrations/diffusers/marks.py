@@ -62,14 +62,11 @@ def _parts_of(name: str, part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    is_module = isinstance(thing, nn.Module)
     for name, value in vars(thing).items():
-        if "hooks" in name and isinstance(value, Mapping):
-            yield name, {key: id(hook) for key, hook in value.items()}
-        elif is_module or callable(value):
-            yield name, id(value) if callable(value) else type(value)
+        if "hooks" in name and isinstance(value, (dict, Mapping)):  # at once of a dict, as PyTorch's are
+            yield name, {key: id(hook) for key, hook in value.items()} if value else {}
         else:
-            yield name, type(value)
+            yield name, id(value) if callable(value) else type(value)
 
 
 def staying(before: set[threading.Thread]) -> set[threading.Thread]:
