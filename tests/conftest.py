@@ -22,6 +22,7 @@ from tests.pretend_device import Kind, PretendedDevice, build_guard, pretend_dev
 from tests.require_gpu import pytest_make_collect_report, pytest_runtest_makereport, pytest_sessionstart
 from tests.runtime_types import check_annotations
 from tests.slow_files import pytest_ignore_collect, pytest_itemcollected
+from tests.workers import pytest_xdist_auto_num_workers
 from torch import Tensor
 
 __all__ = [  # hooks
@@ -31,6 +32,7 @@ __all__ = [  # hooks
     "pytest_make_collect_report",
     "pytest_runtest_makereport",
     "pytest_sessionstart",
+    "pytest_xdist_auto_num_workers",
 ]
 
 check_annotations()
