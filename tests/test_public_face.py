@@ -40,6 +40,19 @@ def test_help_of_every_command_loads_no_torch() -> None:
     assert "torch" not in loaded_after(code)
 
 
+def test_starting_a_watch_loads_nothing_heavy(tmp_path: Path) -> None:
+    """The program that the command becomes loads what it needs itself, a second time."""
+    files = ["--output", str(tmp_path / "run.json"), "--trace", str(tmp_path / "trace.json")]
+    code = (
+        "from sigmascope.cli import main\n"
+        "from sigmascope.integrations import launch\n"
+        "launch.launch = lambda *_: print('launched')\n"
+        f"sys.argv = {['sigmascope', 'watch', *files, '-c', 'pass']!r}\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code"
+    )
+    assert loaded_after(code) == set()
+
+
 def test_describing_a_model_loads_nothing_heavy() -> None:
     assert loaded_after("import sigmascope.lbm.config") == set()
 

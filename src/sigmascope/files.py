@@ -47,6 +47,8 @@ _DAY_SECONDS = 24 * 3600.0
 _STEM_LENGTH = 24
 _SUFFIX_LENGTH = 16
 
+SEPARATORS = tuple(filter(None, (os.sep, os.altsep)))
+"""What the name of a folder may end with: on Windows there are two."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers that mean there is no room left, on the disk or in the quota."""
 MOST_JSON_VALUES = 2_000_000

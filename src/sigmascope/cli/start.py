@@ -17,7 +17,7 @@ from sigmascope import units
 from sigmascope.cli.console import Console, facts, needs_extra, plain, print_json, progress_bar, say
 from sigmascope.cli.options import AsJson, Full, NoKeep
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.files import require_writable
+from sigmascope.files import SEPARATORS, require_writable
 from sigmascope.installation import install_extra
 from sigmascope.plain_text import printable
 from sigmascope.records.run import KEEP_GENERATIONS
@@ -172,8 +172,6 @@ def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
     """The absolute path; a bad one is refused now, not when the script has run."""
     if path is None:
         return None
-    from sigmascope.integrations.process_recording import SEPARATORS
-
     if not (may_be_folder and os.path.isdir(path)):  # noqa: PTH112 - False of a name that is too long, where `Path` raises
         if path.endswith(SEPARATORS):
             raise WriteError(path, "is not a folder.", hint="Create it, or name a file.")

@@ -17,6 +17,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.files import SEPARATORS
 from sigmascope.history.keeper import finish, keep
 from sigmascope.history.live import announce, withdraw
 from sigmascope.integrations.imports import ImportTimes
@@ -26,8 +27,6 @@ from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, Run
 from sigmascope.threads import own_thread, start_thread
 
-SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
-"""What the name of a folder may end with: on Windows there are two."""
 SECONDS: Final = 10.0
 """Least time between two writes of the record."""
 _LEAST_PERIODS_OF_A_WRITE: Final = 50
