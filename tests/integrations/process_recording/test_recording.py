@@ -26,6 +26,15 @@ with sigmascope.stage("denoising") as stage:
             pass
     stage.fact("prompt", "a portrait of me")
 """
+WITHOUT = """
+class stage:
+    def __init__(self, name): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def fact(self, name, value): pass
+step = lambda: stage("")
+"""
+"""What stands for the package where a program runs as it would without: names that do nothing, and load no PyTorch."""
 ENDS = {
     "ends": "print('done')",
     "exits": "raise SystemExit(4)",
@@ -56,7 +65,8 @@ def under_watch(folder: Path) -> dict[str, Ended]:
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_program_ends_as_it_does_without(name: str, folder: Path, under_watch: dict[str, Ended]) -> None:
-    alone, under = plain([f"{name}.py"], folder), under_watch[name]
+    write(folder, "without/sigmascope.py", WITHOUT)
+    alone, under = plain([f"{name}.py"], folder, PYTHONPATH=str(folder / "without")), under_watch[name]
     assert (under.code, under.out, under.err) == (alone.code, alone.out, alone.err)
 
 
@@ -220,7 +230,7 @@ def test_a_launcher_whose_child_does_the_work_is_told_how_that_is_watched(folder
 
 def test_a_process_that_was_stopped_knows_for_how_long(folder: Path) -> None:
     """SIGSTOP, as Ctrl-Z and a paused container: the record tells it from work and from waiting."""
-    busy = "ends = time.process_time() + 2\nwhile time.process_time() < ends: sum(range(1000))\n"
+    busy = "ends = time.process_time() + 1\nwhile time.process_time() < ends: sum(range(1000))\n"
     text = f"import sigmascope, time\nwith sigmascope.stage('denoising'):\n    print('begun', flush=True)\n{indent(busy, '    ')}"
     write(folder, "stopped.py", text)
     told = environment_for(environment(), Settings(quiet="1", launched="1", output="stopped.json"))
