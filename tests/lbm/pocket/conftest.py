@@ -5,6 +5,7 @@ import pytest
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.demo import DemoResult, run_demo
+from sigmascope.lora.extract import ExtractOptions, extract_lora
 
 
 @pytest.fixture(scope="package")
@@ -24,5 +25,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
 
 
 @pytest.fixture(scope="package")
-def rank8(demo: DemoResult) -> Path:
-    return demo.files["lora"]
+def rank8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's LoRA, without the rest of the demo."""
+    path = tmp_path_factory.mktemp("rank8") / "lora.safetensors"
+    extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(8, 8))
+    return path

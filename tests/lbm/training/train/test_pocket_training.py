@@ -19,13 +19,26 @@ HELD_OUT = range(8)
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    write_pocket_shards(folder, range(1000, 1096), COOL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def psnr_of_base() -> float:
+    return relighting_psnr(load_lbm(BASE_PATH), COOL, HELD_OUT)
+
+
 @pytest.mark.parametrize("name", ["attention", "everything"])
-def test_the_example_relights_held_out_scenes_3_db_nearer(tmp_path: Path, name: str) -> None:
+def test_the_example_relights_held_out_scenes_3_db_nearer(
+    tmp_path: Path, shards: Path, psnr_of_base: float, name: str
+) -> None:
     """A fifth of the example's steps."""
-    write_pocket_shards(tmp_path / "shards", range(1000, 1096), COOL)
     settings = load_train_settings(EXAMPLES / f"{name}.yaml").model_copy(
         update={
-            "train_shards": (str(tmp_path / "shards" / "train-*.tar"),),
+            "train_shards": (str(shards / "train-*.tar"),),
             "validation_shards": None,
             "base_model_path": BASE_PATH,
             "save_ckpt_path": tmp_path / "out",
@@ -36,6 +49,5 @@ def test_the_example_relights_held_out_scenes_3_db_nearer(tmp_path: Path, name: 
     report = train(settings)
     assert report.step == 40
     model = load_lbm(BASE_PATH)
-    base = relighting_psnr(model, COOL, HELD_OUT)
     attach_lora(model, load_lora(tmp_path / "out" / "lora.safetensors"))
-    assert relighting_psnr(model, COOL, HELD_OUT) >= base + 3
+    assert relighting_psnr(model, COOL, HELD_OUT) >= psnr_of_base + 3
