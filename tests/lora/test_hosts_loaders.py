@@ -396,3 +396,67 @@ def test_comfyui_takes_what_is_converted_for_it(comfy: Checkout, name: str, tmp_
     made = converted(name, "comfyui", tmp_path)
     named, whole = everything_in(made, layout)
     assert by_comfyui(comfy, known, made, named) == whole
+
+
+UNET = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_"
+TO_Q_AND_V = {
+    f"{UNET}{name}": Target(
+        (f"down_blocks.1.attentions.0.transformer_blocks.0.attn1.{name}",), "", False, (640, 640)
+    )
+    for name in ("to_q", "to_v")
+}
+HALF_READ: dict[str, dict[str, torch.Tensor | None]] = {
+    "two ranks": {"lora_down.weight": torch.ones(3, 640)},
+    "one axis": {"lora_down.weight": torch.ones(4 * 640)},
+    "no up": {"lora_up.weight": None},
+    "no down": {"lora_down.weight": None},
+}
+
+
+def with_broken_module(path: Path, change: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """Two sound modules of SDXL's U-Net, and one whose tensors are exchanged."""
+    whole = {"lora_up.weight": torch.ones(640, 4), "lora_down.weight": torch.ones(4, 640)}
+    modules: dict[str, dict[str, torch.Tensor | None]] = {
+        "to_q": {**whole},
+        "to_v": {**whole},
+        "to_k": whole | change,
+    }
+    state = {
+        f"{UNET}{name}.{end}": tensor.clone()
+        for name, tensors in modules.items()
+        for end, tensor in tensors.items()
+        if tensor is not None
+    }
+    save_file(state, path, {"modelspec.architecture": FAMILIES["sdxl"].architecture})
+    return state
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("kind", HALF_READ)
+def test_comfyui_makes_of_a_broken_module_what_is_said(comfy: Checkout, tmp_path: Path, kind: str) -> None:
+    state = with_broken_module(tmp_path / "lora.safetensors", HALF_READ[kind])
+    reading = of_checkout(comfy, tmp_path / "lora.safetensors")
+    known = {f"{UNET}{name}": f"diffusion_model.{name}.weight" for name in ("to_q", "to_k", "to_v")}
+    try:
+        patches = comfy.lora.load_lora(state, known, log_missing=False)
+    except KeyError:
+        assert (reading.taken, reading.modules) == (0, 3)
+        assert "refuses the file" in reading.unavailable["refused"]
+        return
+    changed = []
+    for key in known.values():
+        patch = [(1.0, patches[key], 1.0, None, None)] if key in patches else []
+        changed.append(bool(comfy.lora.calculate_weight(patch, torch.zeros(640, 640), key).any()))
+    assert (reading.taken, reading.modules) == (sum(changed), len(changed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two ranks", "one axis"])
+def test_diffusers_refuses_a_broken_module(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "lora.safetensors"
+    with_broken_module(path, HALF_READ[kind])
+    reading = of_host(path, "diffusers")
+    assert by_diffusers("sdxl", path, TO_Q_AND_V)[0] == reading.taken == 0
+    with_broken_module(path, {})
+    assert by_diffusers("sdxl", path, TO_Q_AND_V)[0] == 2
+    assert "refuses the file" in reading.unavailable["refused"]

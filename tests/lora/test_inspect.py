@@ -8,9 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope.errors import CheckpointError, LoraFormatError
+from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.inspect import LoraInspection, inspect_lora
+from sigmascope.lora.merge import merge_lora_files
 from sigmascope.lora.module_strength import ModuleStrength, measured_modules
+from sigmascope.lora.ranks import FixedRank, RankRules
+from sigmascope.lora.resize import RankPlan, resize_lora
 
 Tensors = dict[str, torch.Tensor]
 
@@ -240,3 +244,116 @@ def test_large_modules_are_measured_a_few_at_a_time_since_ctrl_c_waits_for_those
     runs.clear()
     inspected(tmp_path, layers(40, 1))
     assert sorted(runs) == [8, 32]
+
+
+K = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_k"
+BROKEN: dict[str, tuple[Tensors, str]] = {
+    "without its down": ({"lora_down.weight": torch.empty(0)}, "has lora_up.weight but no lora_down.weight"),
+    "without its up": ({"lora_up.weight": torch.empty(0)}, "has lora_down.weight but no lora_up.weight"),
+    "of two ranks": (
+        {"lora_down.weight": torch.ones(3, 16)},
+        "up is (16, 4) and down is (3, 16), of ranks 4 and 3",
+    ),
+    "of one axis": ({"lora_down.weight": torch.ones(64)}, "up is (16, 4) and down is (64,)"),
+    "with two alphas": ({"alpha": torch.ones(2)}, "alpha has the shape (2,), and alpha is one number"),
+    "of integers": (
+        {"lora_up.weight": torch.ones(16, 4, dtype=torch.int8)},
+        "lora_up.weight is int8, not floating-point numbers",
+    ),
+    "of rank 0": (
+        {"lora_up.weight": torch.ones(16, 0), "lora_down.weight": torch.ones(0, 16)},
+        "up is (16, 0) and down is (0, 16), of rank 0: they hold nothing",
+    ),
+    "with odd magnitudes": (
+        {"dora_scale": torch.ones(5)},
+        "DoRA: 5 magnitudes for a weight (16, 16), expected 16",
+    ),
+}
+
+
+def with_broken_module(path: Path, change: Tensors) -> Tensors:
+    """Two sound modules, and one whose tensors are exchanged; one of no numbers is left out."""
+    sound = [
+        factors(K.replace("to_k", end), 16, 16, 4, seed=seed) for seed, end in enumerate(("to_q", "to_v"))
+    ]
+    broken = factors(K, 16, 16, 4) | {f"{K}.{end}": tensor for end, tensor in change.items()}
+    broken = {key: tensor for key, tensor in broken.items() if tensor.shape != (0,)}
+    save_file(sound[0] | broken | sound[1], path)
+    return sound[0] | sound[1]
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_of_a_file_with_a_broken_module_the_rest_is_measured(tmp_path: Path, kind: str) -> None:
+    change, why = BROKEN[kind]
+    sound = with_broken_module(tmp_path / "lora.safetensors", change)
+    report = inspect_lora(tmp_path / "lora.safetensors")
+    for module in report.modules:
+        up, down = (sound[f"{module.name}.lora_{end}.weight"].double() for end in ("up", "down"))
+        assert module.norm == pytest.approx(float((up @ down).norm()))
+    assert [module.name for module in report.modules] == [K.replace("to_k", end) for end in ("to_q", "to_v")]
+    assert report.broken == {K: why}
+    assert report.unused_keys == ()
+    assert [finding.id for finding in report.findings] == ["lora_broken"]
+    assert f"1 of 3 modules cannot be read: {K} ({why})" in report.findings[0].message
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_makes_a_file_of_a_broken_one_refuses_it(tmp_path: Path, kind: str) -> None:
+    source, made = tmp_path / "lora.safetensors", tmp_path / "made.safetensors"
+    with_broken_module(source, BROKEN[kind][0])
+    commands = (
+        lambda: convert_lora(source, made, format="kohya"),
+        lambda: merge_lora_files([source, source], made),
+        lambda: resize_lora(source, made, RankPlan(RankRules(FixedRank(2, 2)))),
+    )
+    for command in commands:
+        with pytest.raises(LoraFormatError, match=K):
+            command()
+        assert not made.exists()
+
+
+def test_a_file_of_broken_modules_alone_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lora.safetensors"
+    save_file({f"{K}.lora_up.weight": torch.ones(16, 4)}, path)
+    with pytest.raises(LoraFormatError, match=r"has lora_up\.weight but no lora_down\.weight"):
+        inspect_lora(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ("{not json", "lora_adapter_metadata is not valid JSON"),
+        ("[1]", "lora_adapter_metadata is not a JSON object"),
+        (
+            json.dumps({"unet.r": 4, "unet.lora_alpha": "8"}),
+            "lora_adapter_metadata: alpha is '8', not a number",
+        ),
+        (
+            json.dumps({"unet.r": 4, "unet.alpha_pattern": {"to_q": "8"}}),
+            "lora_adapter_metadata: alpha is '8', not a number",
+        ),
+        (
+            json.dumps({"unet.r": 4, "unet.alpha_pattern": [8]}),
+            "lora_adapter_metadata: alpha_pattern is not a table of patterns",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_leaves_alphas_to_the_tensors(
+    tmp_path: Path, config: str, why: str
+) -> None:
+    start = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+    own = factors(start, 16, 16, 4)
+    up, down = (own[f"{start}.lora_{end}.weight"] for end in ("up", "down"))
+    tensors = {f"{start}.lora_B.weight": up, f"{start}.lora_A.weight": down}
+    report = inspected(tmp_path, tensors, {"lora_adapter_metadata": config})
+    assert report.modules[0].norm == pytest.approx(float((up.double() @ down.double()).norm()))
+    assert [finding.id for finding in report.findings] == ["lora_config_unread"]
+    assert why in report.findings[0].message
+    assert "refuses the file, since lora_adapter_metadata" in report.hosts[0].unavailable["refused"]
+    with pytest.raises(LoraFormatError, match="lora_adapter_metadata"):
+        convert_lora(tmp_path / "lora.safetensors", tmp_path / "made.safetensors", format="kohya")
+
+
+def test_factors_of_two_ranks_on_a_square_weight_do_not_look_transposed(tmp_path: Path) -> None:
+    with_broken_module(tmp_path / "lora.safetensors", {"lora_down.weight": torch.ones(3, 16)})
+    assert "transposed" not in inspect_lora(tmp_path / "lora.safetensors").broken[K]

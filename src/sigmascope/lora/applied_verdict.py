@@ -219,7 +219,11 @@ def judge_applied(
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
         for key, patch in zip(keys or [patch.key for patch in patches], _on_host(patches), strict=True):
             by_key[key].append(patch)
-        opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_lora(lora, check_finite=False)
+        opened = (
+            nullcontext(lora)
+            if isinstance(lora, LoraFile)
+            else open_lora(lora, check_finite=False, allow_broken=True)
+        )
         with opened as file:
             find = partial(_placing, file, patches, model)
             known = None if placed is None else _Places.of(placed, file, find)

@@ -241,7 +241,7 @@ def arrivals(
         LoraFormatError: It follows no known format.
     """
     found: dict[str, Arrival] = {}
-    with open_lora(Path(lora)) as file:
+    with open_lora(Path(lora), allow_broken=True) as file:
         changed = changed_matrices(file, base)
 
         def arrival(name: str) -> Arrival:

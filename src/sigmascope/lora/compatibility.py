@@ -34,6 +34,7 @@ from sigmascope.lora.families.known import PARTS_BY_ENCODER, must_have
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.file_family import FileFamily, file_family, title_of
 from sigmascope.lora.file_verdict import LoraVerdict, ModuleVerdict, verdict_findings
+from sigmascope.lora.health import broken_config
 from sigmascope.lora.kinds.base_change import norm_without_base
 from sigmascope.lora.kinds.fused import Weights
 from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
@@ -216,7 +217,7 @@ def _opened(
         yield lora, ()
         return
     with open_checkpoint(lora) as checkpoint:
-        yield lora_in(checkpoint), tuple(checkpoint.keys())
+        yield lora_in(checkpoint, allow_broken=True), tuple(checkpoint.keys())
 
 
 def _module_verdicts(
@@ -235,6 +236,10 @@ def _module_verdicts(
     if values:
         stated = _Stated(lora, {*keys})
         modules = tuple(_with_values(lora, module, stated) for module in modules)
+    broken = tuple(
+        ModuleVerdict(name, "unknown", (), _part_of(name), reason="broken", detail=part.why)
+        for name, part in lora.broken.items()
+    )
     known = placing.layout.family
     verdict = LoraVerdict(
         path=path,
@@ -244,11 +249,11 @@ def _module_verdicts(
         family_doubt=family.doubt,
         model_family=None if known == "unknown" else known,
         model_naming=placing.layout.naming,
-        modules=modules,
+        modules=(*modules, *broken),
         unused_keys=lora.unused_keys,
         unavailable={} if values else {"values": "the numbers were not read, as asked"},
     )
-    return replaced(verdict, findings=verdict_findings(verdict, keys))
+    return replaced(verdict, findings=(*verdict_findings(verdict, keys), *broken_config(lora)))
 
 
 def is_of_no_bias(lora: LoraFile, name: str, placed: Collection[str]) -> bool:

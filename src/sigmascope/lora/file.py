@@ -65,6 +65,26 @@ class ModuleFacts(NamedTuple):
     parameters: int
 
 
+class BrokenPart(NamedTuple):
+    """A module of a file, or PEFT's configuration of it, that cannot be read.
+
+    Attributes:
+        message: What is wrong, with the file and the module.
+        why: The same without these.
+        hint: What to do.
+        shapes: Of a module's tensors, by what they are (`formats.UP`, …).
+    """
+
+    message: str
+    why: str
+    hint: str | None
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def as_error(self) -> LoraFormatError:
+        """What a command raises that needs the whole file."""
+        return LoraFormatError(self.message, hint=self.hint)
+
+
 class StackedFactors(NamedTuple):
     """Plain factors of modules whose factors have the same shapes and dtypes, as they are stored, finite or not.
 
@@ -108,6 +128,8 @@ class LoraFile:
         stored_names: What the file calls the modules whose names had a wrapper before the layer's path, which is not part
             of the names here (`module_names.unwrapped`).
         source: What reads plain factors, where the modules are still in their file as they are here.
+        broken: The modules of the file that cannot be read, in none of the others; empty unless such a file was asked for.
+        broken_config: Why PEFT's configuration cannot be read, likewise; the alphas are those of tensors then.
     """
 
     modules: Modules
@@ -119,6 +141,8 @@ class LoraFile:
     facts: Mapping[str, ModuleFacts] = field(default_factory=dict)
     stored_names: Mapping[str, str] = field(default_factory=dict)
     source: PlainSource | None = None
+    broken: Mapping[str, BrokenPart] = field(default_factory=dict)
+    broken_config: BrokenPart | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -247,7 +247,9 @@ def verdict_findings(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding
         *_by_reason(verdict),
         *_not_finite(verdict),
         *_unused(verdict),
-        *loader_findings(verdict, keys),
+        *loader_findings(
+            replace(verdict, modules=tuple(one for one in verdict.modules if one.reason != "broken")), keys
+        ),
     ]
     return tuple(sorted(findings, key=lambda finding: _SEVERITY_ORDER.index(finding.severity)))
 

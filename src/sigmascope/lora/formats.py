@@ -169,12 +169,14 @@ class KeyGroups:
         unused: Keys that belong to no module.
         by_peft: Whether some key is written as PEFT and diffusers write it, not as kohya does.
         spelled: How the file's keys begin, by the names of modules that are called otherwise here.
+        broken: What is wrong with modules whose tensors cannot be read as a change.
     """
 
     groups: dict[str, dict[str, str]] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     by_peft: bool = False
     spelled: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, LoraFormatError] = field(default_factory=dict)
 
     @property
     def any_flat(self) -> bool:
@@ -767,12 +769,16 @@ def entries_of(path: Path, groups: KeyGroups) -> list[Entry]:
 
     Args:
         path: The file, for messages.
-        groups: Its keys. A magnitude that has nothing to act on joins the unused ones.
-
-    Raises:
-        LoraFormatError: A factor lacks its partner, or a module has two kinds of change at once.
+        groups: Its keys. A magnitude that has nothing to act on joins the unused ones; a module where a factor lacks its
+            partner, or that has two kinds of change at once, the broken ones.
     """
-    return [entry for name, group in groups.groups.items() for entry in _entries(path, name, group, groups)]
+    entries: list[Entry] = []
+    for name, group in groups.groups.items():
+        try:
+            entries += _entries(path, name, group, groups)
+        except LoraFormatError as error:
+            groups.broken[name] = error
+    return entries
 
 
 def _entries(path: Path, name: str, group: dict[str, str], groups: KeyGroups) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""What is wrong with a LoRA by its stored numbers alone: damage, dead, collapsed and over-strong modules, spikes.
+"""What is wrong with a LoRA by its stored tensors alone: broken modules, damage, dead, collapsed and over-strong modules, spikes.
 
 Sound LoRAs differ by orders of magnitude from layer to layer, so no size is wrong in itself. A module is held to its peers:
 the same layer in other blocks. It stands out if it is `_FAR` times the median of theirs, and beyond what their own spread
@@ -23,11 +23,11 @@ from sigmascope.checkpoints import Checkpoint
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import is_finite, root_sum_square
 from sigmascope.lora.module_strength import ModuleStrength, TensorFacts, stored_tensors
-from sigmascope.lora.verdict import verdict_finding
+from sigmascope.lora.verdict import VERDICTS, verdict_finding
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.units import counted, first_few
 
-__all__ = ["dead_modules", "health_findings"]
+__all__ = ["broken_config", "broken_findings", "dead_modules", "health_findings"]
 
 _NEAR_ZERO_RATIO: Final = 1e-3
 """A module whose values are this small relative to the median module's has no visible effect."""
@@ -92,6 +92,35 @@ def health_findings(
     )  # beside them all is strong
     yield from _collapsed(even, len(modules))
     yield from _of_modules("lora_dead_modules", dict.fromkeys(dead), len(modules))
+
+
+def broken_findings(lora: LoraFile) -> Iterator[Finding]:
+    """What of a file cannot be read: modules, and PEFT's configuration.
+
+    Args:
+        lora: As it is in the file.
+    """
+    if lora.broken:
+        row, modules = VERDICTS["lora_broken"], len(lora.names) + len(lora.broken)
+        named = [f"{name} ({part.why})" for name, part in lora.broken.items()]
+        yield verdict_finding(
+            "lora_broken",
+            {"modules": len(named), "of": modules, "first": next(iter(lora.broken))},
+            count=len(named),
+            modules=counted(modules, "module"),
+            words=row.words(len(named)),
+            families="",
+            first=first_few(named, _MOST_NAMED),
+        )
+    yield from broken_config(lora)
+
+
+def broken_config(lora: LoraFile) -> Iterator[Finding]:
+    """That PEFT's configuration of a file cannot be read."""
+    if lora.broken_config is not None:
+        yield verdict_finding(
+            "lora_config_unread", why=lora.broken_config.why, advice=lora.broken_config.hint or ""
+        )
 
 
 def _not_finite(modules: Sequence[ModuleStrength], checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -48,13 +48,14 @@ def readings_and_findings(
     """`host_readings` of an open file, `lora_hosts_differ` if the newest hosts do not apply it alike, and alphas that none reads.
 
     Args:
-        lora: As `any_kind_in` gives it.
+        lora: In the file, with what is broken of it.
         checkpoint: The file.
         family: Of the model that it is for; not heeded where the file tells it.
     """
     files = before_hosts(lora, checkpoint, family)
     readings = tuple(reading_of(file) for file in files)
-    differ = _host_findings(readings, files, checkpoint.path)
+    # No conversion mends a file of which a part cannot be read.
+    differ = () if lora.broken or lora.broken_config else _host_findings(readings, files, checkpoint.path)
     return readings, (*differ, *_unread_alpha(lora, checkpoint), *_unread_lokr_alpha(checkpoint))
 
 

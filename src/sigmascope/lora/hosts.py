@@ -14,24 +14,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from math import isnan, nan
+from math import isnan, nan, prod
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import LoraFormatError
-from sigmascope.lora.adapters import scale_of
+from sigmascope.lora.adapters import DOWN, UP, scale_of
 from sigmascope.lora.families import family_named, row_of_diffusers, row_of_original, unflattened
 from sigmascope.lora.families.family import Family, Reads, Row
 from sigmascope.lora.families.known import vector_of_diffusers, vector_of_original
 from sigmascope.lora.families.text_encoders import ENCODER_READS, EncoderReads
-from sigmascope.lora.file import PEFT_CONFIGS, LoraFile, ModuleFacts
+from sigmascope.lora.file import PEFT_CONFIGS, BrokenPart, LoraFile, ModuleFacts
 from sigmascope.lora.file_family import FileFamily, file_family
 from sigmascope.lora.formats import DIFF_M, MODULATION, NORM_SCALE, is_attention_projection
 from sigmascope.lora.layer_names import is_linear, kernel_of, to_diffusers, to_sgm
 from sigmascope.lora.module_names import flat, is_of_controlnet, parse_name, unflattened_denoiser
-from sigmascope.lora.reader import PeftConfig, any_kind_in, read_configs
+from sigmascope.lora.reader import PeftConfig, lora_in, read_configs
 from sigmascope.units import counted
 
 __all__ = ["HOSTS", "HostReading", "host_readings"]
@@ -182,7 +183,7 @@ def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
         LoraFormatError: Its keys follow no known format.
     """
     with open_checkpoint(Path(path)) as checkpoint:
-        lora = any_kind_in(checkpoint, check_finite=False)
+        lora = lora_in(checkpoint, check_finite=False, allow_broken=True)
         return tuple(reading_of(file) for file in before_hosts(lora, checkpoint))
 
 
@@ -203,8 +204,12 @@ def before_hosts(
     encoders = tuple(_encoder_modules(lora, checkpoint, family))
     others = len(lora.names) - len(modules) - len(encoders)
     configs = configs_of(checkpoint)
+    if isinstance(configs, dict) and lora.broken_config is not None:
+        configs = lora.broken_config.why
     return tuple(
-        SeenFile(host, family, told, modules, encoders, others, configs, is_plain, lora.unused_keys)
+        SeenFile(
+            host, family, told, modules, encoders, others, configs, is_plain, lora.unused_keys, lora.broken
+        )
         for host in HOSTS
     )
 
@@ -212,7 +217,7 @@ def before_hosts(
 class SeenFile(NamedTuple):
     """A file before a host; see `SeenModule` and `configs_of`. It is plain if its numbers are stored as they are.
 
-    `unused` has the keys that belong to no module.
+    `unused` has the keys that belong to no module, `broken` the modules of the denoiser or the encoders that cannot be read.
     """
 
     host: Host
@@ -224,6 +229,7 @@ class SeenFile(NamedTuple):
     configs: Mapping[str, PeftConfig] | str | None
     is_plain: bool = True
     unused: Sequence[str] = ()
+    broken: Mapping[str, BrokenPart] = MappingProxyType({})
 
 
 def configs_of(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str | None:
@@ -270,7 +276,9 @@ def _judged(
     read: Callable[[SeenFile], tuple[SeenModule, ...]],
     scale: Callable[[SeenFile, Sequence[SeenModule]], list[float]],
 ) -> HostReading:
-    title, count = file.host.title, len(modules)
+    is_of_encoders = modules is file.encoders
+    broken = {name: part for name, part in file.broken.items() if is_for_encoder(name) == is_of_encoders}
+    title, count = file.host.title, len(modules) + len(broken)
     try:
         if not modules and file.encoders:
             return HostReading(title, 0, 0, {})
@@ -289,16 +297,57 @@ def _judged(
                 else f"{file.family.title} was not measured"
             )
         _require_no_other_keys(file)
+        _require_readable(file)
         taken = read(file)
+    except LoraFormatError as error:
+        return HostReading(title, count, None, None, {"taken": _of_config(error)})
     except _Refused as reason:
         return HostReading(title, count, 0, {}, {"refused": str(reason)})
     except _Unknown as reason:
         return HostReading(title, count, None, None, {"taken": str(reason)})
     try:
         strengths = dict(Counter(map(_one_nan, scale(file, taken))).most_common())
-    except (_Unknown, LoraFormatError) as reason:
+    except _Unknown as reason:
         return HostReading(title, count, len(taken), None, {"strengths": str(reason)})
+    except LoraFormatError as error:
+        return HostReading(title, count, len(taken), None, {"strengths": _of_config(error)})
     return HostReading(title, count, len(taken), strengths)
+
+
+def _of_config(error: LoraFormatError) -> str:
+    """What of PEFT's configuration cannot be read, without the file's name."""
+    return PEFT_CONFIGS + error.message.rpartition(PEFT_CONFIGS)[2].rstrip(".")
+
+
+def is_for_encoder(name: str) -> bool:
+    """Whether a module is one of a text encoder, by its name."""
+    parts = parse_name(name).parts
+    return bool(parts) and parts[0].startswith("text_encoder")
+
+
+_SURELY_READ: Final = ("lora_unet_", "diffusion_model.")
+"""How names begin of which ComfyUI reads every layer's."""
+
+
+def _require_readable(file: SeenFile) -> None:
+    """Leave out a file with a module that cannot be read, unless the host is known to leave out just that module."""
+    for name, part in file.broken.items():
+        why = f"{name} cannot be read"
+        up, down = part.shapes.get(UP), part.shapes.get(DOWN)
+        is_lone_up = up is not None and down is None and name.startswith(_SURELY_READ)
+        if file.host.name == "comfyui" and is_lone_up:
+            raise _Refused(f"it refuses the file, since {why}")
+        is_misfit = up is not None and down is not None and _never_multiply(up, down)
+        if file.host.name == "diffusers" and is_misfit:
+            raise _Refused(f"it refuses the file, since {why}")
+        is_lone_down = up is None and down is not None
+        if file.host.name == "diffusers" or not (is_misfit or is_lone_down):
+            raise _Unknown(f"{why}, and what becomes of such a file was not measured")
+
+
+def _never_multiply(up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Whether no host can form the product of two factors."""
+    return min(len(up), len(down)) < 2 or prod(up[1:]) != down[0]
 
 
 def _one_nan(number: float) -> float:
@@ -347,7 +396,7 @@ def _encoder_modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> 
     keys = frozenset(checkpoint.keys())
     for name in lora.names:
         parsed, own = parse_name(name), name.removesuffix(_BIAS)
-        if not (parsed.parts and parsed.parts[0].startswith("text_encoder")):
+        if not is_for_encoder(name):
             continue
         known = [family.encoders[part] for part in parsed.parts if part in family.encoders]
         encoder = parsed.encoder or (known[0][0] if known else "")

@@ -8,7 +8,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
@@ -21,14 +21,14 @@ from sigmascope.errors import LoraFormatError, SigmascopeError
 from sigmascope.lora.effect import Effect, finite, weight_norm
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
 from sigmascope.lora.file_verdict import LoraVerdict, ModuleVerdict
-from sigmascope.lora.health import dead_modules, health_findings
+from sigmascope.lora.health import broken_findings, dead_modules, health_findings
 from sigmascope.lora.host_findings import readings_and_findings
 from sigmascope.lora.hosts import HostReading
 from sigmascope.lora.layer_names import block_position
 from sigmascope.lora.linalg import root_sum_square
 from sigmascope.lora.module_strength import ModuleStrength, measured_modules
 from sigmascope.lora.parallel import run_layers
-from sigmascope.lora.reader import any_kind_in, open_lora
+from sigmascope.lora.reader import lora_in, open_lora
 from sigmascope.lora.verdict import verdict_finding
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
@@ -72,8 +72,9 @@ class LoraInspection:
         modules: Every module and change, in the file's order.
         unused_keys: Keys that belong to none.
         metadata: The header.
+        broken: The modules that cannot be read, and why; they are not among `modules`.
         hosts: What diffusers and ComfyUI make of it.
-        findings: `lora_is_zero` or `lora_alpha_zero` if no module changes anything, `lora_hosts_differ` if hosts differ, `lora_alpha_unread` if
+        findings: `lora_broken` and `lora_config_unread` where a part of the file cannot be read, `lora_is_zero` or `lora_alpha_zero` if no module changes anything, `lora_hosts_differ` if hosts differ, `lora_alpha_unread` if
             the header alone has the alpha, `lora_lokr_alpha_unread` if it stands where no host reads it.
     """
 
@@ -83,6 +84,7 @@ class LoraInspection:
     modules: tuple[ModuleStrength, ...]
     unused_keys: tuple[str, ...]
     metadata: dict[str, str]
+    broken: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[HostReading, ...] = ()
     findings: tuple[Finding, ...] = ()
 
@@ -166,6 +168,7 @@ class LoraInspection:
             "total_modules": len(self.modules),
             **{name: getattr(self, name) for name in totals},
             "unused_keys": list(self.unused_keys),
+            "broken": dict(self.broken),
             "training": asdict(self.training),
             "metadata": self.metadata,
             "hosts": [host.as_dict() for host in self.hosts],
@@ -197,9 +200,8 @@ def inspect_lora(
         LoraFormatError: Its keys follow no known format, or its factors do not fit together.
     """
     with open_checkpoint(path) as checkpoint:
-        lora = any_kind_in(
-            checkpoint, check_finite=False
-        )  # `measured_modules` looks at each number's range too
+        # `measured_modules` looks at each number's range too
+        lora = lora_in(checkpoint, check_finite=False, allow_broken=True)
         strengths: dict[str, ModuleStrength] = {}
         several = _several(lora)
 
@@ -219,9 +221,11 @@ def inspect_lora(
             file_bytes=checkpoint.path.stat().st_size,
             modules=modules,
             unused_keys=lora.unused_keys,
+            broken={name: part.why for name, part in lora.broken.items()},
             metadata=dict(lora.metadata),
             hosts=hosts,
             findings=(
+                *broken_findings(lora),
                 *_zero_findings(lora, strengths),
                 *health_findings(modules, lora, checkpoint),
                 *hosts_differ,
@@ -293,7 +297,7 @@ def relative_strengths(
         The effects by the file's module names. For a fused module, ‖W‖ is that of all its weights together.
     """
     effects: dict[str, Effect] = {}
-    with open_lora(Path(lora)) as file:
+    with open_lora(Path(lora), allow_broken=True) as file:
         for module in verdict.matched:
             effects[module.name] = _effect(file, module, model)
             progress(len(effects), len(verdict.matched), module.name)

@@ -129,7 +129,7 @@ def intruder_dimensions(
         LoraFormatError: It follows no known format.
     """
     found: dict[str, Intruders] = {}
-    with open_lora(Path(lora)) as file:
+    with open_lora(Path(lora), allow_broken=True) as file:
         changed = changed_matrices(file, base)
 
         def counted(name: str) -> Intruders:

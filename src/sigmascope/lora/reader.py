@@ -49,7 +49,15 @@ from sigmascope.lora.adapters import (
 )
 from sigmascope.lora.alignment import unfused
 from sigmascope.lora.factors import NUMBER_FOR_ALPHA, LoraFactors
-from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts, PlainSource, StackedFactors
+from sigmascope.lora.file import (
+    PEFT_CONFIGS,
+    BrokenPart,
+    LazyDict,
+    LoraFile,
+    ModuleFacts,
+    PlainSource,
+    StackedFactors,
+)
 from sigmascope.lora.formats import (
     EMBEDDING_DOWN,
     EMBEDDING_UP,
@@ -85,7 +93,11 @@ _SHARING_KEYS: Final = {"OftChange": ("OftChange", "BoftChange")}
 
 @contextmanager
 def open_lora(
-    path: str | PathLike[str] | Mapping[str, Tensor], *, check_finite: bool = True, keep_float8: bool = False
+    path: str | PathLike[str] | Mapping[str, Tensor],
+    *,
+    check_finite: bool = True,
+    keep_float8: bool = False,
+    allow_broken: bool = False,
 ) -> Iterator[LoraFile]:
     """Open a LoRA file of any known format for reading one module at a time.
 
@@ -96,6 +108,8 @@ def open_lora(
         check_finite: Whether reading a module that holds NaN or Inf is an error.
         keep_float8: Whether float8 factors stay float8. By default they become float32, without loss, because PyTorch
             does not calculate in float8.
+        allow_broken: Whether a file is read of which some modules are broken, or PEFT's configuration; `LoraFile.broken` and
+            `LoraFile.broken_config` have them then.
 
     Yields:
         The LoRA. Its modules can only be read inside the block.
@@ -107,7 +121,9 @@ def open_lora(
         NonFiniteError: On reading a module: a tensor holds NaN or Inf.
     """
     with open_checkpoint(path) as checkpoint:
-        yield lora_in(checkpoint, check_finite=check_finite, keep_float8=keep_float8)
+        yield lora_in(
+            checkpoint, check_finite=check_finite, keep_float8=keep_float8, allow_broken=allow_broken
+        )
 
 
 def load_lora(path: str | Path) -> LoraFile:
@@ -120,9 +136,18 @@ def load_lora(path: str | Path) -> LoraFile:
         return replace(lora, modules=dict(lora.modules), changes=dict(lora.changes), facts={}, source=None)
 
 
-def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: bool = False) -> LoraFile:
+def lora_in(
+    checkpoint: Checkpoint,
+    *,
+    check_finite: bool = True,
+    keep_float8: bool = False,
+    allow_broken: bool = False,
+) -> LoraFile:
     """The LoRA in a file that is open already; see `open_lora`."""
     outline = _outline_of(checkpoint)
+    wrong = next(filter(None, (outline.broken_config, *outline.broken.values())), None)
+    if wrong is not None and not (allow_broken and outline.facts):
+        raise wrong.as_error()
     reader = EntryReader(checkpoint, outline.configs, check_finite, keep_float8)
     lora = LoraFile(
         modules=LazyDict(outline.plain, reader.factors),
@@ -134,6 +159,8 @@ def lora_in(checkpoint: Checkpoint, *, check_finite: bool = True, keep_float8: b
         facts=outline.facts,
         stored_names=outline.stored_names,
         source=PlainEntries(reader, outline.plain, outline.facts),
+        broken=outline.broken,
+        broken_config=outline.broken_config,
     )
     return unfused(lora)
 
@@ -146,18 +173,22 @@ class _Outline:
         path: The file's.
         infos: Of all its tensors, in its order.
         metadata: The header's strings.
-        configs: PEFT's configurations of it by component.
+        stated: What PEFT's configurations are, or why they cannot be read, before they are held to the modules.
+        configs: PEFT's configurations of it by component; none if they cannot be read.
         format: As in `LoraFile.format`.
         plain: The entries that are plain factors, by name.
         others: The other entries.
         facts: Of all of them.
         unused: As `LoraFile.unused_keys`, without those that cannot be read.
         stored_names: As in `LoraFile`.
+        broken: As in `LoraFile`.
+        broken_config: As in `LoraFile`.
     """
 
     path: Path
     infos: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
+    stated: "dict[str, PeftConfig] | BrokenPart"
     configs: Mapping[str, "PeftConfig"]
     format: str
     plain: Mapping[str, Entry]
@@ -165,6 +196,8 @@ class _Outline:
     facts: Mapping[str, ModuleFacts]
     unused: tuple[str, ...]
     stored_names: Mapping[str, str]
+    broken: Mapping[str, BrokenPart]
+    broken_config: BrokenPart | None
 
 
 _LAST: Final[list[_Outline]] = []
@@ -175,46 +208,93 @@ def _outline_of(checkpoint: Checkpoint) -> _Outline:
     infos = tuple(map(checkpoint.info, checkpoint.keys()))
     for known in tuple(_LAST):
         is_same = known.path == checkpoint.path and known.metadata == checkpoint.metadata
-        if is_same and known.infos == infos and known.configs == _configs_of(checkpoint, known.format):
+        if is_same and known.infos == infos and known.stated == _configs_of(checkpoint, known.format):
             return known
     outline = _read_outline(checkpoint, infos)
     _LAST[:] = [outline]
     return outline
 
 
-def _configs_of(checkpoint: Checkpoint, lora_format: str) -> dict[str, "PeftConfig"]:
-    return read_configs(checkpoint.path, checkpoint.metadata) if lora_format == "peft" else {}
+def _configs_of(checkpoint: Checkpoint, lora_format: str) -> "dict[str, PeftConfig] | BrokenPart":
+    try:
+        return read_configs(checkpoint.path, checkpoint.metadata) if lora_format == "peft" else {}
+    except LoraFormatError as error:
+        return _broken(error, checkpoint.path)
+
+
+def _broken(
+    error: LoraFormatError,
+    path: Path,
+    name: str = "",
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> BrokenPart:
+    why = error.message.removeprefix(f"{path}: ")
+    while name and why.startswith(name):  # the module's, and its key's
+        why = why.removeprefix(name).lstrip(":. ")
+    return BrokenPart(error.message, why.rstrip("."), error.hint, shapes)
+
+
+def _unread_alphas(
+    configs: "Mapping[str, PeftConfig]", entries: Iterable[Entry], path: Path
+) -> BrokenPart | None:
+    """Why PEFT's configurations give no alphas, where modules have no other; None if all is well."""
+    if configs and any(entry.alpha is None for entry in entries):
+        try:
+            for config in configs.values():
+                config.require_alphas()
+        except LoraFormatError as error:
+            return _broken(error, path)
+    return None
 
 
 def _read_outline(checkpoint: Checkpoint, infos: tuple[TensorInfo, ...]) -> _Outline:
-    groups = group_keys(checkpoint.path, (info.name for info in infos))
-    lora_format = recognised(checkpoint.path, {info.name: info.shape for info in infos}, groups)
-    configs = _configs_of(checkpoint, lora_format.name)
+    path = checkpoint.path
+    groups = group_keys(path, (info.name for info in infos))
+    lora_format = recognised(path, {info.name: info.shape for info in infos}, groups)
+    stated = _configs_of(checkpoint, lora_format.name)
+    configs = {} if isinstance(stated, BrokenPart) else stated
     take_whole_modules(groups, [name for config in configs.values() for name in config.whole_modules])
     reader = EntryReader(checkpoint, configs, check_finite=True, keep_float8=False)
-    entries = [entry for entry in entries_of(checkpoint.path, groups) if _changes(checkpoint, entry)]
-    peeled = unwrapped(entry.name for entry in entries)
-    listed = with_numbers(peeled.get(entry.name, entry.name) for entry in entries)
-    peeled |= {
-        entry.name: listed[name]
-        for entry in entries
-        if (name := peeled.get(entry.name, entry.name)) in listed
-    }
+    entries = [entry for entry in entries_of(path, groups) if _changes(checkpoint, entry)]
+    names = [*(entry.name for entry in entries), *groups.broken]
+    peeled = unwrapped(names)
+    listed = with_numbers(peeled.get(name, name) for name in names)
+    peeled |= {stored: listed[name] for stored in names if (name := peeled.get(stored, stored)) in listed}
     if peeled:
         entries = [replace(entry, name=peeled.get(entry.name, entry.name)) for entry in entries]
-    _refuse_twice(checkpoint.path, entries)
+    _refuse_twice(path, entries)
+    errors = {peeled.get(name, name): (name, error) for name, error in groups.broken.items()}
+    facts: dict[str, ModuleFacts] = {}
+    for entry in entries:
+        try:
+            facts[entry.name] = reader.facts(entry)
+        except LoraFormatError as error:
+            errors[entry.name] = entry.module, error
+    wrong = stated if isinstance(stated, BrokenPart) else _unread_alphas(configs, entries, path)
+    configs = {} if wrong else configs
     spelled = {entry.name: groups.spelled[entry.name] for entry in entries if entry.name in groups.spelled}
     return _Outline(
-        checkpoint.path,
+        path,
         infos,
         dict(checkpoint.metadata),
+        stated,
         configs,
         lora_format.name,
-        {entry.name: entry for entry in entries if entry.is_plain},
-        {entry.name: entry for entry in entries if not entry.is_plain},
-        {entry.name: reader.facts(entry) for entry in entries},
+        {entry.name: entry for entry in entries if entry.is_plain and entry.name in facts},
+        {entry.name: entry for entry in entries if not entry.is_plain and entry.name in facts},
+        facts,
         tuple(groups.unused),
         spelled | {name: groups.spelled.get(stored, stored) for stored, name in peeled.items()},
+        {
+            name: _broken(
+                error,
+                path,
+                module,
+                {role: checkpoint.info(key).shape for role, key in groups.groups[module].items()},
+            )
+            for name, (module, error) in errors.items()
+        },
+        wrong,
     )
 
 
@@ -284,22 +364,38 @@ class PeftConfig:
             raise LoraFormatError(f"{self.source}: r is {divisor:g}.", hint="Expected a rank of at least 1.")
         return scale_of(alpha, int(divisor), rank_stabilised=self.values.get("use_rslora") is True)
 
+    def require_alphas(self) -> None:
+        """Hold every alpha to being a number.
+
+        Raises:
+            LoraFormatError: One is none.
+        """
+        alphas = [*self._patterns("alpha_pattern").values(), *map(self.values.get, ("lora_alpha", "alpha"))]
+        for value in alphas:
+            if value is not None:
+                self._as_number("alpha", value)
+
     def _number(self, name: str, module: str, patterns: str, *fields: str) -> float | None:
         values = [self._pattern(patterns, module), *map(self.values.get, fields)]
         value = next((value for value in values if value is not None), None)
-        if value is None:
-            return None
+        return None if value is None else self._as_number(name, value)
+
+    def _as_number(self, name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise LoraFormatError(
                 f"{self.source}: {name} is {str(value)[:80]!r}, not a number.", hint=_MEND_CONFIG
             )
         return float(value)
 
-    def _pattern(self, name: str, module: str) -> Any:
-        """The value of the first pattern that the module's path ends with, as PEFT matches them."""
+    def _patterns(self, name: str) -> dict[str, Any]:
         patterns = self.values.get(name) or {}
         if not isinstance(patterns, dict):
             raise LoraFormatError(f"{self.source}: {name} is not a table of patterns.", hint=_MEND_CONFIG)
+        return patterns
+
+    def _pattern(self, name: str, module: str) -> Any:
+        """The value of the first pattern that the module's path ends with, as PEFT matches them."""
+        patterns = self._patterns(name)
         if len(patterns) > _MAX_PATTERNS:
             raise LoraFormatError(
                 f"{self.source}: {name} has {len(patterns)} patterns; the limit is {_MAX_PATTERNS}."
@@ -343,6 +439,9 @@ class EntryReader:
         for role, info in infos.items():
             if not (role in _FLAGS and _is_flag(info.dtype)):
                 self._require_numbers(info.name, info.dtype)
+        if entry.alpha is not None:
+            with self._named(entry):
+                _require_one_number(self.checkpoint.info(entry.alpha))
         shape, rank = self._shape_and_rank(entry)
         parameters = sum(prod(info.shape) for role, info in infos.items() if _is_value(entry, role))
         kind = {"up_bias": "diff", "embedding": "lora"}.get(entry.kind, entry.kind)
@@ -457,18 +556,7 @@ class EntryReader:
         return None if whole is None else whole.scale_of(name, rank)
 
     def _number(self, key: str, known: Tensor | None = None) -> float:
-        alpha = self.checkpoint.tensor(key) if known is None else known
-        if alpha.numel() != 1:
-            raise LoraFormatError(
-                f"{key} has the shape {tuple(alpha.shape)}, and alpha is one number.",
-                hint="Make the file again, or leave alpha out for a scale of 1.",
-            )
-        if alpha.is_complex() or (alpha.is_floating_point() and not is_real(alpha.dtype)):
-            raise LoraFormatError(
-                f"{key} is {str(alpha.dtype).removeprefix('torch.')}, and alpha is one real number.",
-                hint="Make the file again, or leave alpha out for a scale of 1.",
-            )
-        return float(alpha)
+        return float(self.checkpoint.tensor(key) if known is None else known)
 
     def _shape_and_rank(self, entry: Entry) -> AdapterFacts:
         """Raises LoraFormatError for tensors that do not fit together."""
@@ -532,6 +620,21 @@ class EntryReader:
             raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
         except IndexError as error:
             raise LoraFormatError(f"{where}: one of its tensors has too few axes.") from error
+
+
+def _require_one_number(alpha: TensorInfo) -> None:
+    is_odd = alpha.dtype.is_complex or (alpha.dtype.is_floating_point and not is_real(alpha.dtype))
+    if prod(alpha.shape) == 1 and not is_odd:
+        return
+    dtype = str(alpha.dtype).removeprefix("torch.")
+    has = (
+        f"is {dtype}, and alpha is one real number"
+        if is_odd
+        else f"has the shape {alpha.shape}, and alpha is one number"
+    )
+    raise LoraFormatError(
+        f"{alpha.name} {has}.", hint="Make the file again, or leave alpha out for a scale of 1."
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -620,18 +723,13 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
     fits = len(down) >= 2 and len(up) in (2, len(down)) and pointwise
     if not fits or up[1] != down[0] or min(*up, *down) < 1:
         ranks = f", of ranks {up[1]} and {down[0]}" if fits and up[1] != down[0] else ""
-        ranks += ": they look transposed" if ranks and up[0] == down[1] else ""
+        ranks += ": they look transposed" if ranks and up[0] == down[1] < min(up[1], down[0]) else ""
         ranks += ", of rank 0: they hold nothing" if fits and up[1] == down[0] == 0 else ""
         raise LoraFormatError(
             f"up is {up} and down is {down}{ranks}.",
             hint="Expected up (out, rank[, 1, 1]) and down (rank, in[, kh, kw]), rank 1 or more.",
         )
     return (up[0], *down[1:])
-
-
-def any_kind_in(checkpoint: Checkpoint, *, check_finite: bool = True) -> LoraFile:
-    """The LoRA in an open file, as `open_lora` gives it; raises what that does."""
-    return lora_in(checkpoint, check_finite=check_finite)
 
 
 _MEND_CONFIG: Final = (

@@ -13,6 +13,7 @@ from sigmascope.records.run import Finding, JsonScalar, Severity
 from sigmascope.units import counted
 
 Reason = Literal[
+    "broken",
     "controlnet",
     "other_architecture",
     "other_shape",
@@ -91,6 +92,15 @@ _SET_STRENGTH: Final = "Set its strength: set_adapters in diffusers (lora_scale 
 VERDICTS: Final[dict[str, VerdictRow]] = {
     # By what is in the file.
     "lora_unreadable": VerdictRow("critical", "{why}", "{advice}"),
+    "lora_broken": VerdictRow(
+        "error",
+        _OF_MODULES,
+        "Download or make the file again. Until then hosts leave such modules out, or refuse the file (sigmascope lora inspect FILE), and so do "
+        "sigmascope lora convert, merge and resize.",
+        "cannot be read",
+        "cannot be read",
+    ),
+    "lora_config_unread": VerdictRow("warning", "PEFT's configuration cannot be read: {why}.", "{advice}"),
     "lora_matches_nothing": VerdictRow(
         "critical",
         "None of the {modules} changes a weight of the model: {share} {words}{families}, such as {first}.",

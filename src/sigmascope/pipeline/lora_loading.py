@@ -34,7 +34,7 @@ from sigmascope.lora.formats import group_keys
 from sigmascope.lora.hosts import HOSTS, HostReading, no_loader
 from sigmascope.lora.loadable import ASK_INSTALLED, InstalledReading, Loads, WrittenLoads
 from sigmascope.lora.module_names import parse_name
-from sigmascope.lora.reader import any_kind_in
+from sigmascope.lora.reader import lora_in
 
 _NEEDED: Final = ("diffusers", "peft", "transformers")
 _NOT_INSTALLED: Final = "diffusers, PEFT and transformers are not all installed"
@@ -56,7 +56,7 @@ def reading_of_installed(path: str | PathLike[str]) -> InstalledReading:
         LoraFormatError: Its keys follow no known format.
     """
     with open_checkpoint(Path(path)) as checkpoint:
-        family = family_named(file_family(any_kind_in(checkpoint, check_finite=False)).family)
+        family = family_named(file_family(lora_in(checkpoint, check_finite=False, allow_broken=True)).family)
         modules = _modules_by_key(Path(path), tuple(checkpoint.keys()))
         of_encoders = frozenset(name for name in modules.values() if _is_of_encoder(name))
         names = frozenset(modules.values()) - of_encoders

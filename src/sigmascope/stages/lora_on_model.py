@@ -106,7 +106,7 @@ def _read_once(
     path: Path | Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[Reading[LoraVerdict], LoraFileFacts]:
     with open_checkpoint(path) as checkpoint:
-        lora = lora_in(checkpoint)
+        lora = lora_in(checkpoint, allow_broken=True)
         named = str(path) if isinstance(path, Path) else None
         verdict = judge_opened(lora, tuple(checkpoint.keys()), modules, named)
         return Reading(verdict), lora_file_facts(path, lora)
@@ -149,7 +149,7 @@ def _facts_of_tensors(tensors: Mapping[str, Tensor], opened: LoraFile | None) ->
 
 
 def _read_inside(path: Path | Mapping[str, Tensor], opened: LoraFile | None, **of_file: Any) -> LoraFileFacts:
-    with open_lora(path) if opened is None else nullcontext(opened) as lora:
+    with open_lora(path, allow_broken=True) if opened is None else nullcontext(opened) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
         read_alphas = (attempt(lambda name=name: lora.alpha_of(name)).value for name in lora.modules)  # type: ignore[misc]
         alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
@@ -287,7 +287,7 @@ def _patches_of_file(
     matched = {
         module.name: module.layers for module in verdict.matched if not keys.keys().isdisjoint(module.layers)
     }
-    with open_lora(path, check_finite=False) as lora:
+    with open_lora(path, check_finite=False, allow_broken=True) as lora:
         for name, layers in matched.items():
             change = lora.modules.get(name) or lora.changes.get(name)
             if change is None or not keys.keys() >= {*layers}:
@@ -363,7 +363,7 @@ def _fused_modules(
     had_changes: Collection[str],
 ) -> Iterator[tuple[str, AppliedModule]]:
     layers = {module.name: module.layers for module in verdict.matched}
-    with open_lora(path, check_finite=False) as lora:
+    with open_lora(path, check_finite=False, allow_broken=True) as lora:
         missing = {module.name for module in on_model.missing}
         for module in on_model.modules:
             key, *others = layers.get(module.name) or ("",)

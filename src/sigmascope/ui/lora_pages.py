@@ -357,7 +357,7 @@ def _require_safetensors(beginning: bytes, name: str, *, is_whole: bool) -> None
 
 def _inspect(path: Path) -> tuple[LoraInspection, FileFamily]:
     report = inspect_lora(path)
-    with open_lora(path) as lora:
+    with open_lora(path, allow_broken=True) as lora:
         return report, file_family(lora)
 
 

@@ -153,7 +153,7 @@ def inspect(
     it is far below the rank, resizing the LoRA costs almost no quality.
 
     With --model the exit code is 1 if a module matches no weight of the model,
-    or holds NaN or Inf. Only the model's header is read, however it is stored.
+    holds NaN or Inf, or cannot be read. Only the model's header is read, however it is stored.
 
     Interference (--together) is 2·Σ<ΔWᵢ, ΔWⱼ> / Σ‖ΔWᵢ‖²: 0 for unrelated LoRAs,
     +100 % for two equal ones, -100 % where they cancel each other.
@@ -344,6 +344,7 @@ def print_inspection(console: Console, report: "LoraInspection", *, verbose: boo
     shown = report.modules if verbose else [module for module in report.strongest if module.norm]
     if shown:  # of DoRA alone, no strength is known without the base; of zeros, none is the strongest
         console.print(_modules("Every module" if verbose else "Strongest modules", shown))
+    listed(console, "Modules that cannot be read", list(report.broken), style="bold red")
     listed(console, "Modules with NaN or Inf", report.not_finite, style="bold red")
     listed(console, "Modules that do almost nothing", report.near_zero)
     idle = {*report.near_zero}
