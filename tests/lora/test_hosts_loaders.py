@@ -415,12 +415,11 @@ HALF_READ: dict[str, dict[str, torch.Tensor | None]] = {
 
 def with_broken_module(path: Path, change: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Two sound modules of SDXL's U-Net, and one whose tensors are exchanged."""
-    whole = {"lora_up.weight": torch.ones(640, 4), "lora_down.weight": torch.ones(4, 640)}
-    modules: dict[str, dict[str, torch.Tensor | None]] = {
-        "to_q": {**whole},
-        "to_v": {**whole},
-        "to_k": whole | change,
+    whole: dict[str, torch.Tensor | None] = {
+        "lora_up.weight": torch.ones(640, 4),
+        "lora_down.weight": torch.ones(4, 640),
     }
+    modules = {"to_q": whole, "to_v": whole, "to_k": whole | change}
     state = {
         f"{UNET}{name}.{end}": tensor.clone()
         for name, tensors in modules.items()

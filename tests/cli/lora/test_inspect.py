@@ -54,6 +54,22 @@ def lora(tmp_path: Path) -> Path:
     return path
 
 
+UNET_LAYER = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+@pytest.fixture
+def model_of_unet(tmp_path: Path) -> Path:
+    """A U-Net by its names."""
+    path = tmp_path / "unet.safetensors"
+    layers = {
+        f"{UNET_LAYER}.weight": (16, 16),
+        UNET_LAYER.replace("attn1.to_q", "attn2.to_k") + ".weight": (16, 16),
+    }
+    tensors = {"conv_in.weight": (16, 4, 3, 3), "time_embedding.linear_1.weight": (16, 16)} | layers
+    save_file({name: randn(*shape) for name, shape in tensors.items()}, path)
+    return path
+
+
 @pytest.fixture
 def half(lora: Path) -> Path:
     """The LoRA with one module renamed."""
@@ -486,3 +502,25 @@ def test_ctrl_c_ends_a_command_within_one_long_call(command: str, lora: Path) ->
             process.kill()
     assert (process.returncode, said) == (130, "Stopped by Ctrl-C.\n")
     assert [path.name for path in lora.parent.iterdir()] == [lora.name]
+
+
+def test_where_no_host_loads_a_file_there_is_one_advice(
+    model_of_unet: Path, tmp_path: Path, inspect: Terminal
+) -> None:
+    """Each host's own was to convert to another format, or to load the file with a function that refuses it."""
+    path = tmp_path / "bare.safetensors"
+    save_file({f"{UNET_LAYER}.lora_{end}.weight": torch.ones(16, 16) for end in "AB"}, path)
+    outcome = inspect(path, "--model", model_of_unet)
+    said = " ".join(outcome.out.split())
+    assert said.count("onvert") == 2  # "Convert the file … sigmascope lora convert"
+    assert "--format kohya" in said
+    assert "diffusers loads nothing from this file with load_lora_weights" in said
+    assert "load_lora_adapter" not in said
+    (own,) = (
+        finding
+        for finding in json.loads(inspect(path, "--model", model_of_unet, "--json").out)["model"]["verdict"][
+            "findings"
+        ]
+        if finding["id"] == "lora_part_unnamed"
+    )
+    assert own["advice"] is None

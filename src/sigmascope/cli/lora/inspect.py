@@ -204,6 +204,8 @@ def inspect(
         report = in_thread(
             lambda: inspect_lora(lora, full_spectrum=full_spectrum, family=family, progress=progress)
         )
+    if on_model is not None:
+        on_model = replace(on_model, verdict=_with_one_advice(on_model.verdict, report))
     if picture is not None:
         save_inspection_picture(picture, report, on_model)
     if as_json:
@@ -334,6 +336,17 @@ def judge(
                 )
             on_model = replace(on_model, intruders=found)
         return on_model
+
+
+def _with_one_advice(verdict: "LoraVerdict", report: "LoraInspection") -> "LoraVerdict":
+    """The verdict on a model, without the advice of one host where the file's own says which conversion suits both."""
+    from sigmascope.lora.verdict import VERDICTS
+
+    if not any(finding.id in ("lora_hosts_differ", "lora_no_host") for finding in report.findings):
+        return verdict
+    of_a_host = {id for id, row in VERDICTS.items() if row.host is not None}
+    findings = tuple(replace(one, advice=None) if one.id in of_a_host else one for one in verdict.findings)
+    return replace(verdict, findings=findings)
 
 
 def print_inspection(console: Console, report: "LoraInspection", *, verbose: bool) -> None:
