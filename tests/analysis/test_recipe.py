@@ -332,7 +332,13 @@ def renamed(*loras: tuple[str, str, float]) -> Run:
 def test_a_loras_strength_is_compared_though_its_adapter_has_another_name() -> None:
     before = renamed(("unet.style", "aa", 1.0), ("unet.other", "bb", 1.0))
     now = renamed(("unet.other", "bb", 1.0), ("unet.default_0", "aa", 0.5))
-    assert what_changed([now], [before]).recipe == {"LoRA unet.style strength": ("1.0", "0.5")}
+    assert what_changed([now], [before]).recipe == {
+        "LoRA unet.style (now default_0) strength": ("1.0", "0.5")
+    }
+    fewer = renamed(("unet.default_0", "aa", 1.0))
+    assert what_changed([fewer], [before]).recipe == {
+        "LoRAs": ("unet.style (now default_0), unet.other", "unet.style (now default_0)")
+    }
     same = renamed(("unet.default_0", "aa", 1.0), ("unet.default_1", "bb", 1.0))
     assert what_changed([same], [before]).recipe == {}
 

@@ -100,7 +100,12 @@ _Entry = tuple[str, str, object]
 def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
     """The entries that both sides have and that differ, as (before, now)."""
     ours, theirs = recipe_of_runs(new), recipe_of_runs(baseline)
-    ours = _with_names_of(_with_unset(ours, theirs), theirs)
+    renamed = _other_names(ours, theirs)
+    both = {own: f"{name} (now {own.partition('.')[2]})" for own, name in renamed.items()}
+    ours = _with_names(_with_unset(ours, theirs), both)
+    theirs = _with_names(theirs, {name: both[own] for own, name in renamed.items()})
+    if sorted(ours.get(LORAS, "").split(", ")) == sorted(theirs.get(LORAS, "").split(", ")):
+        ours = {name: theirs.get(name, value) if name == LORAS else value for name, value in ours.items()}
     theirs = _with_unset(theirs, ours)
     differences = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
@@ -148,8 +153,8 @@ def _with_unset(recipe: Mapping[str, str], other: Mapping[str, str]) -> dict[str
     return unset | dict(recipe)
 
 
-def _with_names_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
-    """A recipe in which LoRAs have the baseline's names where only their names are others: by their files or contents."""
+def _other_names(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
+    """LoRAs of which only the names are others in the baseline, and those names: by their files or contents."""
     names = [[name for name in side.get(LORAS, "").split(", ") if name] for side in (ours, theirs)]
     renamed: dict[str, str] = {}
     for own in names[0]:
@@ -157,17 +162,18 @@ def _with_names_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[s
         match = next((name for name in others if _is_same_lora(ours, own, theirs, name)), None)
         if own not in names[1] and match is not None:
             renamed[own] = match
+    return renamed
+
+
+def _with_names(recipe: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """A recipe in which LoRAs have other names."""
     given = {
-        f"LoRA {name} {entry}": f"LoRA {renamed.get(name, name)} {entry}"
-        for name in names[0]
-        for entry in _OF_LORA
+        f"LoRA {old} {entry}": f"LoRA {name} {entry}" for old, name in names.items() for entry in _OF_LORA
     }
-    recipe = {given.get(entry, entry): value for entry, value in ours.items()}
-    if renamed:
-        recipe[LORAS] = ", ".join(renamed.get(name, name) for name in names[0])
-        if sorted(recipe[LORAS].split(", ")) == sorted(names[1]):
-            recipe[LORAS] = theirs[LORAS]
-    return recipe
+    renamed = {given.get(entry, entry): value for entry, value in recipe.items()}
+    if names and LORAS in recipe:
+        renamed[LORAS] = ", ".join(names.get(name, name) for name in recipe[LORAS].split(", "))
+    return renamed
 
 
 def _is_same_lora(ours: Mapping[str, str], own: str, theirs: Mapping[str, str], other: str) -> bool:
