@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -43,10 +43,10 @@ def one_line_if_stopped(*, is_outermost: bool = True) -> Iterator[None]:
 
 @contextmanager
 def stopping_after_torch() -> Iterator[None]:
-    """Let Ctrl-C wait until PyTorch and NumPy are imported, for ten seconds at most.
+    """Let Ctrl-C end the process at once in the first import of PyTorch or NumPy, and wait in a later one, for ten seconds at most.
 
     PyTorch's import swallows what is raised in its import of NumPy: of Ctrl-C nothing is left, or an ImportError. If it is
-    cut short elsewhere, MKL may end the process with a code of its own.
+    cut short elsewhere, MKL may end the process with a code of its own. Before the first, a command has begun nothing.
     """
     import signal
     import threading
@@ -69,6 +69,8 @@ def stopping_after_torch() -> Iterator[None]:
         tries += 1
         if not _is_importing(frame, {"numpy", "torch"}) or tries > _MOST_TRIES:
             raise KeyboardInterrupt
+        if _is_first_import():
+            _end_process()
         signal.setitimer(signal.ITIMER_REAL, _SECONDS_BETWEEN)
 
     alarm = signal.signal(signal.SIGALRM, stop)
@@ -83,6 +85,24 @@ def stopping_after_torch() -> Iterator[None]:
 
 _SECONDS_BETWEEN: Final = 0.02
 _MOST_TRIES: Final = 500
+
+
+def _is_first_import() -> bool:
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in ("numpy", "torch"))
+    return any(getattr(spec, "_initializing", False) for spec in specs)
+
+
+def _end_process() -> None:
+    import os
+
+    from sigmascope.errors import STOPPED_BY_USER
+
+    with suppress(KeyboardInterrupt, OSError, ValueError), one_line_if_stopped():
+        raise KeyboardInterrupt
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(STOPPED_BY_USER)
 
 
 def _is_importing(frame: FrameType | None, packages: Collection[str]) -> bool:

@@ -167,6 +167,25 @@ def test_ctrl_c_in_an_import_that_swallows_it_stops_the_command_after_it(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_in_the_first_import_of_torch_ends_the_process_at_once(tmp_path: Path) -> None:
+    """Nothing is being written then, and on a busy machine that import takes many seconds."""
+    (tmp_path / "torch").mkdir()
+    slow = "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "torch/__init__.py").write_text(slow)
+    code = """if True:
+        from sigmascope.cli.groups import stopping_after_torch
+        print("before", end="")
+        with stopping_after_torch():
+            import torch
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "before", "Stopped by Ctrl-C.\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_a_command_s_time_limit_by_an_alarm_stays() -> None:
     code = """if True:
         import signal, time
