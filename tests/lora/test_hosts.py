@@ -705,3 +705,24 @@ def test_a_model_that_a_file_does_not_match_tells_nothing_of_it(tmp_path: Path) 
     )
     encoders = [host["encoders"] for host in json.loads(outcome.stdout)["hosts"]]
     assert [one["taken"] for one in encoders if one] in ([], [None] * 3)
+
+
+def test_comfyui_loads_no_lora_in_gguf_and_both_hosts_do_after_the_command(tmp_path: Path) -> None:
+    """city96/ComfyUI-GGUF issue 396: ComfyUI's lists of LoRAs have no such files, and its loader cannot open one."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "lora.gguf", "flux")
+    for end, shape in (("A", (16, 3072)), ("B", (3072, 16))):
+        name = f"diffusion_model.double_blocks.0.img_attn.proj.lora_{end}.weight"
+        writer.add_tensor(name, torch.ones(shape).half().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    reading = of_host(tmp_path / "lora.gguf", "comfyui")
+    assert (reading.taken, reading.modules) == (0, 1)
+    found = {finding.id: finding for finding in inspect_lora(tmp_path / "lora.gguf").findings}
+    finding = found["lora_no_host"]
+    assert finding.message == "ComfyUI 0.33 (its LoRA loaders read no GGUF) loads nothing of the file."
+    assert "--format peft" in (finding.advice or "")
+    convert_lora(tmp_path / "lora.gguf", tmp_path / "NEW.safetensors", "peft")
+    assert [of_host(tmp_path / "NEW.safetensors", host).taken for host in ("diffusers", "comfyui")] == [1, 1]

@@ -75,11 +75,14 @@ def _host_findings(
             how=_conversion(files, path),
         )
     elif refusing := loading_nothing(readings):
+        refused = {one.host: _refused(one) for one in (first, second) if one.host in refusing}
+        said = [host if why is None else f"{host} ({why})" for host, why in refused.items()]
         yield verdict_finding(
             "lora_no_host",
             {"hosts": ", ".join(refusing), "modules": first.modules},
-            hosts=" and ".join(refusing),
+            hosts=" and ".join(said),
             load="loads" if len(refusing) == 1 else "load",
+            names=" by the names that it has" if None in refused.values() else "",
             how=_conversion(files, path),
         )
 
@@ -213,10 +216,14 @@ def _in_words(reading: HostReading) -> str:
         + (f" with strength {strengths_in_words(part)}" if part.taken and part.strengths else "")
         for part, count in zip(parts, counts, strict=True)
     ]
-    refused = next(
+    refused = _refused(reading)
+    return f"{reading.host} takes {' and '.join(said)}" + ("" if refused is None else f" ({refused})")
+
+
+def _refused(reading: HostReading) -> str | None:
+    return next(
         (part.unavailable["refused"] for part in reading.parts if "refused" in part.unavailable), None
     )
-    return f"{reading.host} takes {' and '.join(said)}" + ("" if refused is None else f" ({refused})")
 
 
 def _conversion(files: "Sequence[SeenFile]", path: Path) -> str:
@@ -285,7 +292,7 @@ def _as_written(file: SeenFile, format: str, start: str | None, naming: str | No
         replace(_in_format(module, format, ending), start=starts_of.get(module.namings, ""))
         for module in file.encoders
     ]
-    return file._replace(modules=modules, encoders=encoders, configs=None, unused=())
+    return file._replace(modules=modules, encoders=encoders, configs=None, stored="plain", unused=())
 
 
 def _in_format(module: SeenModule, format: str, ending: str) -> SeenModule:

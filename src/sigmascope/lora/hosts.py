@@ -38,6 +38,10 @@ from sigmascope.units import counted
 __all__ = ["HOSTS", "HostReading", "host_readings"]
 
 
+Storage = Literal["plain", "quantised", "gguf"]
+"""How a file stores its numbers: as they are, quantised, or in GGUF, quantised or not."""
+
+
 class Host(NamedTuple):
     """A host, and the version whose loader was measured."""
 
@@ -198,7 +202,9 @@ def before_hosts(
         return tuple(
             SeenFile(host, family_named(None), told, (), (), len(lora.names), None) for host in HOSTS
         )
-    is_plain = checkpoint.format != "gguf" and not checkpoint.dequantised
+    stored: Storage = (
+        "gguf" if checkpoint.format == "gguf" else "quantised" if checkpoint.dequantised else "plain"
+    )
     family = family_named("sd15" if told.family is None and told.is_unet else told.family)
     modules = tuple(_modules(lora, checkpoint, family))
     encoders = tuple(_encoder_modules(lora, checkpoint, family))
@@ -208,14 +214,14 @@ def before_hosts(
         configs = lora.broken_config.why
     return tuple(
         SeenFile(
-            host, family, told, modules, encoders, others, configs, is_plain, lora.unused_keys, lora.broken
+            host, family, told, modules, encoders, others, configs, stored, lora.unused_keys, lora.broken
         )
         for host in HOSTS
     )
 
 
 class SeenFile(NamedTuple):
-    """A file before a host; see `SeenModule` and `configs_of`. It is plain if its numbers are stored as they are.
+    """A file before a host; see `SeenModule` and `configs_of`. `stored` says how its numbers are.
 
     `unused` has the keys that belong to no module, `broken` the modules of the denoiser or the encoders that cannot be read.
     """
@@ -227,7 +233,7 @@ class SeenFile(NamedTuple):
     encoders: Sequence[SeenModule]
     others: int
     configs: Mapping[str, PeftConfig] | str | None
-    is_plain: bool = True
+    stored: Storage = "plain"
     unused: Sequence[str] = ()
     broken: Mapping[str, BrokenPart] = MappingProxyType({})
 
@@ -284,7 +290,9 @@ def _judged(
             return HostReading(title, 0, 0, {})
         if not modules:
             raise _Unknown("the file changes no denoiser")
-        if not file.is_plain:
+        if file.stored == "gguf" and file.host.name == "comfyui":
+            raise _Refused("its LoRA loaders read no GGUF")
+        if file.stored != "plain":
             raise _Unknown("it is quantised, and loaders were measured with plain files")
         if file.host.name == "diffusers" and (reason := no_loader(file.family)) is not None:
             _require_known(modules, file.family)

@@ -266,7 +266,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "warning", "Hosts apply the file differently: {first}; {second}.", "Convert the file{how}."
     ),
     "lora_no_host": VerdictRow(
-        "warning", "{hosts} {load} nothing of the file by the names that it has.", "Convert the file{how}."
+        "warning", "{hosts} {load} nothing of the file{names}.", "Convert the file{how}."
     ),
     "lora_alpha_unread": VerdictRow(
         "warning",
