@@ -149,6 +149,9 @@ def test_a_type_that_the_package_only_reads_is_not_rounded_to(tmp_path: Path, ki
             CheckpointError, match=f"cannot be stored as {kind}.*the gguf package only reads it"
         ):
             checkpoint.rounding(WEIGHT)
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.rounding(WEIGHT)
+        assert str(raised.value).count(kind) == 1  # no advice to get a file in the very same type
 
 
 def test_a_closed_file_says_so(file: Path) -> None:

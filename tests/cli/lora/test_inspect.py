@@ -339,6 +339,30 @@ def test_a_model_is_never_refused_for_its_storage(lora: Path, model: Path, inspe
     assert "unknown, because" in outcome.out
 
 
+def test_a_reason_that_all_weights_share_is_said_once_above_them(
+    lora: Path, fp8_model: Path, inspect: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arrivals(*_: object, **__: object) -> Arrivals:
+        why = dict.fromkeys("ab", "a package is missing.") | {"c": "it is damaged"}
+        return Arrivals(1.0, {key: Arrival(0.0, 0.0, 0.0, unavailable=reason) for key, reason in why.items()})
+
+    monkeypatch.setattr(arrival, "arrivals", arrivals)
+    out = inspect(lora, "--model", fp8_model, "--arrives").out
+    assert out.count("Unknown, because a package is missing. Weights: 2\n  a\n  b\n") == 1
+    assert "Unknown, because it is damaged. Weights: 1\n  c\n" in out
+
+
+def test_nothing_is_said_to_arrive_of_a_file_that_matches_nothing(
+    lora: Path, tmp_path: Path, model: Path, inspect: Terminal
+) -> None:
+    away = {key.replace("denoiser.", "denoiser.away_"): tensor for key, tensor in load_file(lora).items()}
+    save_file(away, tmp_path / "away.safetensors")
+    out = inspect(tmp_path / "away.safetensors", "--model", model, "--arrives").out
+    assert "0 of 3" in out
+    assert "Arrives" not in out
+    assert "Leave it unmerged" not in out
+
+
 @pytest.mark.parametrize("flags", [["--arrives"], ["--strength", "0.5"]])
 def test_what_arrives_needs_a_model_and_a_strength_needs_that(
     lora: Path, inspect: Terminal, flags: list[str]

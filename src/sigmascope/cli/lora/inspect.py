@@ -506,15 +506,17 @@ def _print_relative(console: Console, on_model: OnModel) -> None:
         for block in on_model.blocks
     )
     console.print(table("Block", "Modules", "Strength", "‖W‖", "Relative", rows=rows))
-    unknown = [
-        f"{name}: unknown, because {effect.unavailable['relative_change']}"
+    unknown = {
+        name: effect.unavailable["relative_change"]
         for name, effect in (on_model.effects or {}).items()
         if "relative_change" in effect.unavailable
-    ]
-    listed(console, "Modules of which this is unknown", unknown, style="cyan")
+    }
+    _print_unknown(console, "Modules", unknown)
 
 
 def _print_arrives(console: Console, arrives: "Arrivals") -> None:
+    if not arrives.weights:
+        return  # no module matches a matrix of the model, which the first sentence says
     rows = (
         (
             plain(block.name),
@@ -529,8 +531,7 @@ def _print_arrives(console: Console, arrives: "Arrivals") -> None:
     console.print(table("Block", "Weights", "Arrives", "Noise", "Stored as", title=heading, rows=rows))
     if arrives.strength != 0.0:
         console.print(_ways(arrives.overall))
-    unknown = [f"{key}: unknown, because {why}" for key, why in arrives.unavailable.items()]
-    listed(console, "Weights of which this is unknown", unknown, style="cyan")
+    _print_unknown(console, "Weights", arrives.unavailable)
     console.print(findings(arrives.findings[:1]))  # the first of two names both figures
 
 
@@ -543,10 +544,17 @@ def _print_intruders(console: Console, intruders: "Mapping[str, Intruders]") -> 
     )
     heading = f"Intruder dimensions among the {EXAMINED} strongest directions of each weight"
     console.print(table("Block", "Intruders", "Of", "Their energy", title=heading, rows=rows))
-    unknown = [
-        f"{key}: unknown, because {one.unavailable}" for key, one in intruders.items() if one.unavailable
-    ]
-    listed(console, "Weights of which this is unknown", unknown, style="cyan")
+    _print_unknown(
+        console, "Weights", {key: one.unavailable for key, one in intruders.items() if one.unavailable}
+    )
+
+
+def _print_unknown(console: Console, of: str, unavailable: "Mapping[str, str]") -> None:
+    """Name what has no figures, each reason once."""
+    reasons = dict.fromkeys(unavailable.values())
+    for reason in reasons:
+        names = [name for name, why in unavailable.items() if why == reason]
+        listed(console, f"Unknown, because {reason.rstrip('.')}. {of}", names, style="cyan")
 
 
 _DECIDES: Final = frozenset(
