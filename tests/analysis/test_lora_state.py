@@ -582,6 +582,14 @@ def test_a_lora_of_which_nothing_arrives_does_nothing(
     assert headline(run).startswith(WEAK["message"]) is does_nothing
 
 
+def test_it_is_not_said_to_act_after_the_adapter_of_what_was_lost_is_gone() -> None:
+    fused = changed({"a": lora(0.05, merged=9)}, {**WEAK, "evidence": {"share": 0.004}})
+    off = taken_off("unload_lora_weights", False, {"unet": [1.0], "clip": []})
+    run = run_of(changed({"a": lora(0.05, lazy=9)}), fused, off, call())
+    assert idle_lora(run) == WEAK["message"]
+    assert acting_lora(run) is None
+
+
 def test_a_call_after_a_lora_was_taken_off_has_none() -> None:
     loaded, off = changed({"a": lora(0.05, lazy=9)}), taken_off("unload_lora_weights", True)
     off.facts["lora_application"]["unet_weight_changes"] = {"predicted": True}

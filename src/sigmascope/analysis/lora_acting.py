@@ -82,11 +82,11 @@ def spoiling(run: Run) -> Mapping[str, Any]:
 
 
 def acting_lora(run: Run) -> str | None:
-    """How strongly the LoRAs act, if they do as the last change left them and do not spoil all that they make.
+    """How strongly the LoRAs act, if they do as the last change left them, do not spoil all that they make, and something of them arrives.
 
     Of a prompt of which some LoRAs act, all are named, these first.
     """
-    found = None if spoiling(run) else acting_standing(run)
+    found = None if spoiling(run) or idle_lora(run) is not None else acting_standing(run)
     return None if found is None else found.says
 
 
