@@ -321,6 +321,11 @@ def test_a_loras_file_says_more_than_its_content() -> None:
     assert what_changed([unknown], [before]).recipe == {"LoRA unet.style content": ("aa", "cc")}
 
 
+def test_a_lora_that_was_fused_since_is_named() -> None:
+    before, now = generated(recipe=lora()), generated(recipe=lora(merged=4))
+    assert what_changed([now], [before]).recipe == {"LoRA unet.style merged": ("no", "in 4 of 4 layers")}
+
+
 def renamed(*loras: tuple[str, str, float]) -> Run:
     facts = {
         name: {"strength": [strength] * 2, "layers": 4, "active": 4, "content": content}

@@ -79,7 +79,7 @@ _PIPELINE: Final = "pipeline"
 _CLASS: Final = " class"
 """What the entry ends in that each component has."""
 LORAS: Final = "LoRAs"
-_OF_LORA: Final = ("strength", "active", "file", "content")
+_OF_LORA: Final = ("strength", "active", "merged", "file", "content")
 _OF_NODE: Final = re.compile(r"(.+) \(.+\) .")
 """How an entry begins that was set on a node of ComfyUI: its class and its id."""
 _HASH_DIGITS_SHOWN: Final = 12
@@ -460,6 +460,8 @@ def _of_loras(loras: object) -> Iterator[tuple[str, object]]:
         if isinstance(lora, Mapping):
             yield f"LoRA {name} strength", "-".join(map(str, sorted(set(lora.get("strength") or ()))))
             yield f"LoRA {name} active", f"{lora.get('active')} of {lora.get('layers')} layers"
+            merged = lora.get("merged")  # records have it where some is
+            yield f"LoRA {name} merged", f"in {merged} of {lora.get('layers')} layers" if merged else "no"
             if lora.get("sha256"):
                 yield (
                     f"LoRA {name} file",
