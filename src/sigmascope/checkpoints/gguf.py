@@ -44,7 +44,7 @@ _PLAIN_TYPES: Final = {
 _BLOCK: Final = 32
 """Numbers in a block of the types that are written: Q4_0 to Q8_0 and MXFP4."""
 _BLOCKS_PER_CALL: Final = 1 << 15  # of 32 to 256 numbers: a few tens of MiB of the package's working memory
-_STORED_HINT: Final = "It stores Q8_0, Q5_1, Q5_0, Q4_1 and Q4_0."
+_STORED_HINT: Final = "It stores Q8_0, Q5_1, Q5_0, Q4_1, Q4_0 and MXFP4."
 _OTHER_FILE_HINT: Final = "Get a file in one of the common types (Q8_0, Q4_K, …) or in safetensors."
 
 Value = str | int | float | bool | Sequence[object]

@@ -683,7 +683,7 @@ def _lora_view(analysis: Mapping[str, Any], method: object) -> dict[str, Any]:
             0, (total_unmatched if isinstance(total_unmatched, int) else len(unmatched)) - _MOST_LAYERS
         ),
         "blocks": [
-            {"name": name, "text": statistic(change), "width": 100 * change / strongest}
+            {"name": name, "text": rough_percent(change), "width": 100 * change / strongest}
             for name, change in blocks
         ],
     }

@@ -314,6 +314,7 @@ def test_where_several_loras_are_on_a_section_tells_what_each_does_then() -> Non
     page = on(style=style, character=character)
     assert "Then in the denoiser: style is off or at strength 0, ‖ΔW‖ / ‖W‖ of character is 0.52 %." in page
     assert "What load_lora_weights changed in each block (after minus before)" in page
+    assert '<th scope="row">mid_block</th><td class="number">3.4 %</td>' in page
     assert "Then in the" not in on(character=character)
 
 
