@@ -34,17 +34,11 @@ from sigmascope.integrations.diffusers.recipe import (
 )
 from sigmascope.integrations.diffusers.watch_session import LoraChange
 from sigmascope.monitor.hooks import ByIdentity
+from sigmascope.probes.adapted_modules import adapter_layers
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.forward_passes import detour_of, weight_readers
 from sigmascope.probes.model_fingerprints import state_of, told
-from sigmascope.probes.peft import (
-    NO_VALUES,
-    adapter_layers,
-    adapters_of,
-    read_adapters,
-    rewrites_model,
-    takes_from_weights,
-)
+from sigmascope.probes.peft import NO_VALUES, adapters_of, read_adapters, rewrites_model, takes_from_weights
 from sigmascope.probes.reading import attempt, attribute
 from sigmascope.records.run import JsonScalar
 
