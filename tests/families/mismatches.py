@@ -136,11 +136,12 @@ MISMATCHES: dict[str, Mismatch] = {
     "transposed factors": Mismatch(
         "flux",
         "flux",
-        "lora_unreadable",
-        "up is (2, 16)",
+        "lora_matches_nothing",
+        "some cannot be read, such as transformer.context_embedder (up is (2, 16) and down is (24, 2), of ranks 16 and 24: they "
+        "look transposed)",
         edit=lambda state: {key: value.mT for key, value in state.items()},
         raises=RuntimeError,
-        applied="lora_unreadable",
+        applied="lora_not_loaded",
     ),
     "a file that is cut off": Mismatch(
         "flux", "flux", "lora_unreadable", "truncated", cut=0.7, raises=OSError, applied="lora_unreadable"

@@ -257,7 +257,9 @@ def verdict_findings(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding
 def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
     if not verdict.modules or verdict.matched:
         return
-    reason = max(verdict.reasons, key=lambda reason: verdict.reasons[reason])
+    # A file of which modules are broken is likely to be wrong where its tensors can be read, too.
+    most = max(verdict.reasons, key=lambda reason: verdict.reasons[reason])
+    reason: Reason = "broken" if "broken" in verdict.reasons else most
     first = [module for module in verdict.unmatched if module.reason == reason][:1]
     families = _families(verdict, reason)
     yield verdict_finding(
@@ -270,7 +272,7 @@ def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
             "reason": f"lora_{reason}",
         },
         modules=_modules(verdict),
-        share="all" if len(verdict.reasons) == 1 else "most",
+        share="all" if len(verdict.reasons) == 1 else "most" if reason == most else "some",
         words=MISMATCHES[reason].many,
         families=families,
         first=first[0].name if families else _first_modules(first),

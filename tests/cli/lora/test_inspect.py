@@ -241,11 +241,16 @@ def test_a_dora_has_no_strongest_modules_without_its_base(tmp_path: Path, inspec
     assert "Every module" in inspect(tmp_path / "dora.safetensors", "--verbose").out
 
 
-def test_an_alpha_of_a_wrong_shape_is_named_with_the_file_once(lora: Path, inspect: Terminal) -> None:
+def test_an_alpha_of_a_wrong_shape_is_named_with_the_file_once(
+    lora: Path, tmp_path: Path, terminal: Terminal, inspect: Terminal
+) -> None:
     save_file(load_file(lora) | {f"{PROJ}.alpha": torch.ones(2, 2)}, lora)
-    error = " ".join(inspect(lora).err.split())
+    outcome = terminal("lora", "convert", lora, tmp_path / "new.safetensors", "--format", "kohya")
+    error = " ".join(outcome.err.split())
     assert error.count(lora.name) == 1
     assert f"{PROJ}.alpha has the shape (2, 2), and alpha is one number." in error
+    said = " ".join(inspect(lora).out.split())
+    assert f"{PROJ} (alpha has the shape (2, 2), and alpha is one number)" in said
 
 
 @pytest.fixture

@@ -174,9 +174,9 @@ def file_plants() -> Iterator[Plant]:
                 yield plant("lora_not_finite", "NaN or Inf", f"{value} in {end}, one of {every}", edit)
             yield plant("lora_other_shape", "another shape", "inner", doubled(down, 1))
             yield plant("lora_other_shape", "another shape", "outer", doubled(up, 0))
-            yield plant("lora_unreadable", "of ranks 6 and 2", "rank of up", without_pair(up))
+            yield plant("lora_broken", "of ranks 6 and 2", "rank of up", without_pair(up))
             yield plant("lora_unreadable", "of rank 0", "no rank", of_rank_0)
-            yield plant("lora_unreadable", "of ranks 2 and 6", "rank of down", without_pair(down))
+            yield plant("lora_broken", "of ranks 2 and 6", "rank of down", without_pair(down))
         if family == "sd15":
             yield plant("lora_alpha_zero", "alpha 0", shapes, with_alpha_0)
             yield plant(
