@@ -129,7 +129,7 @@ def acting_standing(run: Run) -> LoraStanding | None:
     sides = sorted([*sides, *others], key=lambda side: side[0] == OF_ENCODERS)
     is_new = method.startswith("load_") or method in _MAKES
     sizes = [
-        f"{size} in the {name}"
+        f"{size} in {_called(run, name, stage)}"
         for name, changes, patches in sides
         if (
             size := _size(
@@ -172,6 +172,17 @@ def _as_arrived(says: str, arrives: Collection[str]) -> LoraStanding:
     """What is said of LoRAs that act, with the findings on what of them arrived in coarse weights."""
     words = "arrives weak" if WEAK in arrives else "arrives noisy" if NOISY in arrives else ACTS
     return LoraStanding(words, says, is_well=words == ACTS)
+
+
+def _called(run: Run, name: str, change: Stage) -> str:
+    """What a side is called whose figures a change left: one of several text encoders by its name, if they are its alone."""
+    stages = [*run.walk()]
+    changed = [
+        stage.facts.get(ONLY_ON) for stage in stages[: stages.index(change) + 1] if FACT in stage.facts
+    ]
+    encoders = [only_on for only_on in changed if only_on is None or str(only_on).startswith("text_encoder")]
+    is_alone = bool(encoders) and encoders[-1] is not None and len({*encoders} - {None}) > 1
+    return str(encoders[-1]) if name == OF_ENCODERS and is_alone else f"the {name}"
 
 
 def _in_weights(names: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families import generate
-from tests.families.loras import write
+from tests.families import generate, make_pipeline
+from tests.families.loras import lora_state, parts_of, write
 from tests.stages.lora_application.test_after_minus_before import (
     DISABLE,
     FUSE,
@@ -20,6 +20,7 @@ from tests.stages.lora_application.test_after_minus_before import (
 )
 
 import sigmascope
+from sigmascope.analysis.lora_acting import acting_lora
 
 pytestmark = [
     pytest.mark.slow,
@@ -98,3 +99,25 @@ def test_a_watch_of_the_call_alone_says_why_the_lora_on_it_does_nothing(tmp_path
         told[cause] = [finding for finding in findings if finding.startswith("lora_")]
         UNLOAD(host)
     assert told == {cause: [cause] for cause in IDLE}
+
+
+def test_the_strength_on_one_of_two_text_encoders_is_not_called_that_of_both() -> None:
+    """The pipeline that loads the LoRA is not the watched one, whose models it shares: each model has a stage of its own."""
+    from diffusers import StableDiffusionXLImg2ImgPipeline
+
+    loading = make_pipeline("sdxl")
+    state = lora_state(loading, parts_of("sdxl"), size=0.1)
+    changes, weights = 0.0, 0.0
+    for name in (key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")):
+        part, _, layer = name.partition(".")
+        if part == "text_encoder_2":
+            weight = getattr(loading, part).get_submodule(layer).weight
+            delta = state[f"{name}.lora_B.weight"].double() @ state[f"{name}.lora_A.weight"].double()
+            changes, weights = (
+                changes + float(delta.square().sum()),
+                weights + float(weight.double().square().sum()),
+            )
+    with sigmascope.watch(StableDiffusionXLImg2ImgPipeline.from_pipe(loading)) as watching:
+        loading.load_lora_weights(state, adapter_name="style")
+    said = acting_lora(watching.record()) or ""
+    assert f" and {100 * (changes / weights) ** 0.5:.2g} % in text_encoder_2." in said
