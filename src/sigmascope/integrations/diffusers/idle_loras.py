@@ -38,7 +38,13 @@ from sigmascope.probes.adapted_modules import adapter_layers
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.forward_passes import detour_of, weight_readers
 from sigmascope.probes.model_fingerprints import state_of, told
-from sigmascope.probes.peft import NO_VALUES, adapters_of, read_adapters, rewrites_model, takes_from_weights
+from sigmascope.probes.peft import (
+    NO_VALUES,
+    adapters_of,
+    read_adapters,
+    rewrites_model,
+    takes_from_weights,
+)
 from sigmascope.probes.reading import attempt, attribute
 from sigmascope.records.run import JsonScalar
 
