@@ -302,9 +302,11 @@ def _partly_taken_out(run: Run) -> Iterator[str]:
                 loras = mapping(mapping(analysis.get(f"{side}_lora_patches")).get("loras"))
                 for lora, held in loras.items():
                     strength = range_of(mapping(held).get("strengths"))
-                    if strength is not None and any(strength) and mapping(held).get("delta_norm") == 0.0:
+                    states = mapping(mapping(held).get("states"))
+                    is_zero = mapping(held).get("delta_norm") == 0.0 and states.keys() != {"inactive"}
+                    if strength is not None and any(strength) and is_zero:
                         continue  # zeros leave nothing, whatever becomes of them
-                    if "merged" in mapping(mapping(held).get("states")) and strength is not None:
+                    if "merged" in states and strength is not None:
                         merged[name, lora] = merged.get((name, lora), (strength, strength))[0], strength
                     elif _is_part(merged.pop((name, lora), None)):
                         yield name

@@ -209,6 +209,22 @@ def test_what_takes_away_a_part_that_was_left_in_the_weights_is_not_said_to_act(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on merged and on several adapters
+@pytest.mark.parametrize("scale", [1.0, 0.5, 0.0])
+def test_what_was_taken_out_before_a_call_is_not_taken_out_at_its_scale(scale: float) -> None:
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.unet.add_adapter(CONFIGS["lora"](), "a")
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.unet.fuse_lora()
+        pipeline.unet.add_adapter(CONFIGS["zeros"](), "b")
+        picture = generate(pipeline, "sd15", num_inference_steps=1, cross_attention_kwargs={"scale": scale})
+    assert torch.allclose(picture, bare, atol=1e-5)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "does nothing"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on merged and on several adapters
 @pytest.mark.parametrize(
     "program",
     ["fuse at 0, |, set -1, add b", "fuse, |, unfuse", "fuse, |, add b, set 0.5", "|, fuse, set 0.5, unfuse"],
