@@ -3,7 +3,15 @@
 from typing import Final
 
 from sigmascope.analysis.lora_acting import LoraStanding, acting_standing, as_set_last, last_change, spoiling
-from sigmascope.analysis.lora_facts import FACT, acting_in, loras_in_call, made_nan, mapping, names_of_sides
+from sigmascope.analysis.lora_facts import (
+    FACT,
+    MERGED_BEFORE,
+    acting_in,
+    loras_in_call,
+    made_nan,
+    mapping,
+    names_of_sides,
+)
 from sigmascope.analysis.lora_idle import (
     OPEN_VERDICTS,
     fused_before,
@@ -33,7 +41,7 @@ def standing(run: Run) -> LoraStanding | None:
     acts = acting_standing(run)
     if acts is not None and acts.words != "taken off" and are_other_weights(run):
         unknown, acts = unknown or _OTHER_WEIGHTS, None
-    if acts is not None and _may_cancel(run):
+    if acts is not None and (_may_cancel(run) or _is_idle_beside_fused(run)):
         unknown, acts = unknown or _MAY_CANCEL, None
     unknown = unknown or (_not_told(run) if acts is None else None)
     return acts or (None if unknown is None else LoraStanding("unknown", unknown, None))
@@ -80,6 +88,13 @@ def _may_cancel(run: Run) -> bool:
     return (
         bool(sides) and {name for name, _ in sides} >= {*left} and all(may_cancel(run, *one) for one in sides)
     )
+
+
+def _is_idle_beside_fused(run: Run) -> bool:
+    """Whether no LoRA acts in the last call but one that may have been in the weights before the watch, and none was changed since."""
+    told = [stage for stage in run.walk() if RECIPE in stage.facts or FACT in stage.facts]
+    is_open = bool(told) and RECIPE in told[-1].facts and MERGED_BEFORE in told[-1].facts
+    return is_open and bool(idle_in_call(told[-1])) and not left_in_weights(run)
 
 
 def _open_change(run: Run) -> str | None:

@@ -380,8 +380,8 @@ class ModelAnalysis:
         if self.merges:  # where nothing changed, what acted beside the weight is in it now
             acted = {patch.key for patch in self._gone if patch.state == "lazy"}
             written = (written | (acted - changes.keys())) - self.lost
-        merged = (p for p in self._gone if p.state == "merged" or p.key in written)
-        return sorted({_strength_in_weight(patch) for patch in merged})
+        merged = [p for p in self._gone if p.state == "merged" or p.key in written]
+        return [] if all(map(_adds_zeros, merged)) else sorted({*map(_strength_in_weight, merged)})
 
     @property
     def _gone(self) -> list[AppliedPatch]:
@@ -408,6 +408,12 @@ class ModelAnalysis:
         empty = {patch.key for patch in self.patches_on.patches if patch.state_reason == NO_VALUES}
         spoilt = {key for key in empty if key in held and not held[key].is_meta}
         return not before.issuperset([*spoilt, *spoilt_weights(self.patches)])
+
+
+def _adds_zeros(patch: AppliedPatch) -> bool:
+    """Whether one of the two factors of a plain LoRA is zero."""
+    factors = [patch.tensors.get(part) for part in ("up", "down")] if patch.adapter_type == "lora" else []
+    return any(factor is not None and not factor.is_meta and not bool(factor.any()) for factor in factors)
 
 
 def _is_rounding(change: ValueChange, weight: Tensor) -> bool:

@@ -181,6 +181,29 @@ def test_of_a_model_that_was_exchanged_for_another_one_nobody_knows_what_is_in_i
     assert "with other weights than those that it was merged into" in found.says
 
 
+def test_of_zeros_that_were_merged_before_nothing_stays() -> None:
+    words, moved = words_of("zeros", "fuse, |, delete")
+    assert not moved
+    assert words not in ("acts", "unknown")
+
+
+def test_what_a_call_scales_to_0_beside_one_that_may_be_fused_is_not_said_to_act() -> None:
+    """The pipeline lists a LoRA as fused whose layers are gone."""
+    pipeline = make_pipeline("sd15")
+    bare = generate(pipeline, "sd15", num_inference_steps=1)
+    pipeline.load_lora_weights(lora_state(pipeline, ("unet",), size=0.3), adapter_name="a")
+    pipeline.unload_lora_weights()
+    pipeline.fuse_lora(components=["text_encoder"])
+    pipeline._merged_adapters.add("a")
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.unet.add_adapter(CONFIGS["lora"](), "c")
+        picture = generate(pipeline, "sd15", num_inference_steps=1, cross_attention_kwargs={"scale": 0.0})
+    assert torch.equal(picture, bare)
+    found = standing(watching.record())
+    assert found is not None
+    assert found.words == "unknown"
+
+
 def test_of_zeros_that_were_merged_no_part_stays() -> None:
     assert words_of("zeros", "|, fuse, set 0, unfuse") != ("acts", False)
 
