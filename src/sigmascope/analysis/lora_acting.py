@@ -92,6 +92,21 @@ def acting_lora(run: Run) -> str | None:
 
 def acting_standing(run: Run) -> LoraStanding | None:
     """What becomes of LoRAs that act, or that a change took off before the last call."""
+    found = _acting_standing(run)
+    if found is None or found.is_well is None or not _spoilt_last_call(run):
+        return found
+    return found._replace(
+        says=f"{found.says} The last call made NaN or Inf, which may come from it.", is_well=None
+    )
+
+
+def _spoilt_last_call(run: Run) -> bool:
+    """Whether the last call made NaN, and no LoRA was changed after it."""
+    stages = [stage for stage in run.walk() if RECIPE in stage.facts or FACT in stage.facts]
+    return bool(stages) and RECIPE in stages[-1].facts and made_nan(stages[-1])
+
+
+def _acting_standing(run: Run) -> LoraStanding | None:
     stage = last_change(run)
     arrives = {} if stage is None else {told["id"]: str(told["message"]) for told in _on_arriving(run, stage)}
     of_prompt = verdicts_of_prompt(run)
@@ -103,7 +118,7 @@ def acting_standing(run: Run) -> LoraStanding | None:
     if stage is None:
         left = left_in_weights(run) if may_be_in_weights else []
         says = _in_weights(left) if left else _on_before(run)
-        return None if says is None else _as_arrived(says, arrives)
+        return _taken_off_idle(run) if says is None else _as_arrived(says, arrives)
     last = mapping(stage.facts.get(FACT))
     sides = [
         (name, changes, mapping(last.get(f"{side}_lora_patches")))
@@ -121,7 +136,7 @@ def acting_standing(run: Run) -> LoraStanding | None:
     if not is_on and changed:
         if not others:
             says = _in_last_call(run, stage)
-            off = _taken_off(run, stage) or _acted_until(run)
+            off = _taken_off(run, stage) or _taken_off_idle(run) or _acted_until(run)
             return off if says is None else _as_arrived(says, ())
         if not _acts_beside(run, stage):
             return None  # what takes the others off is not heard of each model: a call tells
@@ -443,6 +458,21 @@ def _taken_off(run: Run, change: Stage) -> LoraStanding | None:
         return None
     says = f"No LoRA acts: {method} took off what was on, before the last call."
     return LoraStanding("taken off", says, is_well=None)
+
+
+def _taken_off_idle(run: Run) -> LoraStanding | None:
+    """The same where what was taken off did nothing, as LoRAs that were fused with strength 0."""
+    changes = [stage for stage in run.walk() if FACT in stage.facts]
+    if len(changes) < 2 or mapping(changes[-1].facts[FACT]).get("effective") is not False:
+        return None
+    before, last = changes[-2:]
+    return _taken_off(run, last) if _have_loras(before) and not _have_loras(last) else None
+
+
+def _have_loras(change: Stage) -> bool:
+    """Whether a change left LoRAs on the models that it changed."""
+    analysis = mapping(change.facts[FACT])
+    return any(mapping(analysis.get(f"{side}_lora_patches")).get("loras") for side in ("unet", "clip"))
 
 
 def _acted_until(run: Run) -> LoraStanding | None:

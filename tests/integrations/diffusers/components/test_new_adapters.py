@@ -441,3 +441,37 @@ def test_a_pipelines_loader_may_load_into_more_than_denoisers(monkeypatch: pytes
     analysis = run.stage("lora_application").facts["lora_application"]
     assert analysis["effective"]
     assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(norm_of(pipeline.vae), rel=1e-3)
+
+
+def test_a_lora_that_acts_in_a_call_that_makes_nan_is_not_called_well() -> None:
+    """As one that is far too strong in fp16."""
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.unet.add_adapter(deepcopy(TRAINED["lora"]))
+        torch.nn.init.constant_(pipeline.unet.conv_out.bias, torch.nan)
+        generate(pipeline, "sd15", num_inference_steps=1)
+    said = standing(run.record())
+    assert said is not None
+    assert said.says.startswith("The LoRA acts: ")
+    assert said.says.endswith(" The last call made NaN or Inf, which may come from it.")
+    assert said.is_well is None
+
+
+def test_what_was_fused_at_zero_and_taken_off_acts_no_more() -> None:
+    pipeline = make_pipeline("sd15")
+    before = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        pipeline.unet.add_adapter(deepcopy(TRAINED["lora"]))
+        pipeline.fuse_lora(lora_scale=0.0)
+        pipeline.unload_lora_weights()
+        assert torch.equal(generate(pipeline, "sd15", num_inference_steps=1), before)
+    says = "No LoRA acts: unload_lora_weights took off what was on, before the last call."
+    assert standing(run.record()) == ("taken off", says, None)
+
+
+def test_taking_off_where_nothing_is_says_nothing_of_loras() -> None:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.unload_lora_weights()
+        generate(pipeline, "sd15", num_inference_steps=1)
+    assert standing(run.record()) is None
