@@ -92,7 +92,7 @@ def _acting_lora(folder: Path) -> Made:
         weights.append(unet.get_parameter(f"{name.removeprefix('unet.')}.weight").double().square().sum())
     change = torch.sqrt(sum(changes) / sum(weights))
     count = len(modules_of(state))
-    return _with_lora(folder, state, "", f"{count} of {count} modules", f">{change:.3g}</td>")
+    return _with_lora(folder, state, "", f"{count} of {count} modules", f">{100 * change:.2g} %</td>")
 
 
 def _lora_of_zeros(folder: Path) -> Made:
