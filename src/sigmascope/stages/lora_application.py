@@ -274,7 +274,7 @@ def analyze_lora_application_results(
     applied = node_outputs(lora_result) is not None
     in_conditioning = has_hooks(node_outputs(lora_result))
     effective = _is_effective((unet, clip))
-    if effective.value and (lost := _lost_in_merging(unet, clip)):
+    if merges and effective.value and (lost := _lost_in_merging(unet, clip)):
         effective = Reading(
             None, f"merging changed {counted(lost, 'weight')} by no more than rounding: {MAY_BE_LOST}"
         )
