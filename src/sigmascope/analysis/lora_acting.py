@@ -172,7 +172,7 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     words += f": ‖ΔW‖ / ‖W‖ is {' and '.join(sizes)}." if sizes else "."
     merged = "They are" if len(acting) > 1 else "It is"
     words += f" {merged} merged into the weights." if in_weights else ""
-    words += _left_beside(run, stage if in_weights else None)
+    words += _left_beside(run, stage, in_weights=in_weights)
     words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
     now = [*as_set_last(run, stage)[1], *(patches for _, _, patches in others)]
     words += "".join(dict.fromkeys(said for patches in now for said in _beside_acting(patches)))
@@ -410,6 +410,8 @@ def last_change(run: Run) -> Stage | None:
 def _beside_acting(patches: Mapping[str, Any]) -> Iterator[str]:
     """Of a model on which some LoRAs act, what the others do, as sentences."""
     acting = acting_in(patches)
+    is_merged = all(mapping(lora.get("states")).keys() == {"merged"} for lora in acting.values())
+    off = "off, at strength 0, or left out beside what is merged" if is_merged else "off or at strength 0"
     for name, lora in mapping(patches.get("loras")).items() if acting else ():
         if name in acting:
             if len(acting) > 1 and gives_back(acting[name]):
@@ -417,7 +419,7 @@ def _beside_acting(patches: Mapping[str, Any]) -> Iterator[str]:
             continue
         states = mapping(lora).get("states")
         if mapping(states).keys() == {"inactive"}:
-            yield f" LoRA {name} is off or at strength 0."
+            yield f" LoRA {name} is {off}."
         elif mapping(lora).get("delta_norm") == 0.0:
             yield f" LoRA {name} changes nothing: all its changes are zero."
 
@@ -484,16 +486,27 @@ def _acted_until(run: Run) -> LoraStanding | None:
     return told._replace(says=told.says + cut.says)
 
 
-def _left_beside(run: Run, change: Stage | None) -> str:
+def _left_beside(run: Run, stage: Stage, *, in_weights: bool) -> str:
     """That what was fused before stays in the weights, beside LoRAs that act, as a sentence; "" if nothing does.
 
     Args:
         run: The record.
-        change: By which these act, if they are in the weights too.
+        stage: The change by which these act.
+        in_weights: Whether they are in the weights too.
     """
-    left = left_in_weights(run, until=change)
-    where = " and the ".join(left)
-    return f" What was fused before stays in the weights of the {where}, and acts too." if left else ""
+    left = left_in_weights(run, until=stage if in_weights else None)
+    last, patches = as_set_last(run, stage)
+    bare = {
+        name for (name, _), side in zip(names_of_sides(last), patches, strict=True) if not acting_in(side)
+    }
+    within, beside = ([name for name in left if (name in bare) is is_bare] for is_bare in (True, False))
+    words = f" What acts in the {' and the '.join(within)} is merged into the weights." if within else ""
+    where = " and the ".join(beside)
+    return (
+        f"{words} What was fused before stays in the weights of the {where}, and acts too."
+        if beside
+        else words
+    )
 
 
 def _size(changes: Mapping[str, Any], patches: Mapping[str, Any], *, is_new: bool) -> str | None:

@@ -475,3 +475,39 @@ def test_taking_off_where_nothing_is_says_nothing_of_loras() -> None:
         pipeline.unload_lora_weights()
         generate(pipeline, "sd15", num_inference_steps=1)
     assert standing(run.record()) is None
+
+
+def test_an_adapter_beside_a_merged_one_is_not_said_to_be_off_alone() -> None:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as run:
+        model = get_peft_model(pipeline.unet, deepcopy(TRAINED["lora"]), adapter_name="w")
+        model.add_adapter("b", deepcopy(TRAINED["lora"]))
+        model.merge_adapter(["b"])
+        generate(pipeline, "sd15", num_inference_steps=1)
+    said = standing(run.record())
+    assert said is not None
+    assert " LoRA w is off, at strength 0, or left out beside what is merged." in said.says
+
+
+def test_what_is_left_of_one_model_alone_is_not_said_to_act_twice(tmp_path: Path) -> None:
+    """diffusers takes nothing off a U-Net that is compiled."""
+    made = make_pipeline("sd15")
+    state = {}
+    for name, target in (("unet", "to_q"), ("text_encoder", "q_proj")):
+        layers = {path for path, one in getattr(made, name).named_modules() if path.endswith(target)}
+        for path in layers:
+            layer = getattr(made, name).get_submodule(path)
+            state[f"{name}.{path}.lora_A.weight"] = torch.full((2, layer.in_features), 0.1)
+            state[f"{name}.{path}.lora_B.weight"] = torch.full((layer.out_features, 2), 0.1)
+    save_file(state, tmp_path / "style.safetensors")
+    pipeline = make_pipeline("sd15")
+    pipeline.unet = torch.compile(pipeline.unet, backend="eager")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.load_lora_weights(tmp_path, weight_name="style.safetensors")
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+        generate(pipeline, "sd15", num_inference_steps=1)
+    said = standing(run.record())
+    assert said is not None
+    assert " in the text encoders. What acts in the text encoders is merged into the weights." in said.says
+    assert "What was fused before" not in said.says
