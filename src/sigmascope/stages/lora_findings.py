@@ -189,15 +189,14 @@ def file_findings(
         is_solved = complete and (finding.id in _ABOUT_LOADERS or _is_of_control(finding))
         row = VERDICTS.get(finding.id)
         of_models_own = by_pipeline or no_loader or raised is not None
-        of_pipelines_own = raised is not None and not by_pipeline
         is_of_other_loader = row is not None and (
-            row.host not in (None, host)
-            or (row.of_model and of_models_own)
-            or (row.of_pipeline and of_pipelines_own)
+            row.host not in (None, host) or (row.of_model and of_models_own)
         )
         if not is_of_other_loader and not is_said and not is_solved:
             of_file.append(finding)
-    cause = next((finding for finding in of_file if finding.id in _WHY_NOT_LOADED), None)
+    by_model = raised is not None and not by_pipeline
+    whys = (finding for finding in of_file if finding.id in _WHY_NOT_LOADED)
+    cause = next((why for why in whys if not (by_model and VERDICTS[why.id].of_pipeline)), None)
     if applied is not None and any(is_without_values(module.detail) for module in applied.missing):
         cause = None  # the loader knew the modules
     if no_loader and cause is not None and cause.id in _ABOUT_LOADERS:

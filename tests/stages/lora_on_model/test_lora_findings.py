@@ -255,6 +255,6 @@ def test_what_a_pipelines_loader_does_is_no_reason_where_a_models_own_raised() -
         }
         for known in (False, True)
     )
-    assert by_model.keys() == {"lora_not_loaded"}
+    assert by_model.keys() == {"lora_not_loaded", "lora_part_unnamed"}
     assert by_model["lora_not_loaded"].endswith(f"the loader failed with {raised}.")
     assert "load_lora_weights" in by_pipeline["lora_not_loaded"]

@@ -162,7 +162,7 @@ PLANTS = {
     "alpha 0": Plant(tensors(with_alpha_0(as_kohya(SD15))), "alpha 0"),
     "a new adapter": Plant(
         lambda pipeline, _: pipeline.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"])),
-        "all its changes are zero",
+        "lora_B is zero in 20 weights, as before training",
     ),
     "strength 0 by part": Plant(with_encoders_too, "strength 0 on 193 weights"),
     "fused at 0": Plant(then(lambda pipeline: pipeline.fuse_lora(lora_scale=0.0)), "strength 0"),
