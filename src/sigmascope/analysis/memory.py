@@ -291,7 +291,9 @@ _LATER_SHARE_OF_FEW: Final = 0.75
 _LEAST_SHARE_GROWN: Final = 0.1
 _SIZES: Final = ("height", "width", "num_frames", "batch_size")
 TOLERANCE_BYTES: Number = 64 * 1024
-"""What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
+"""What a process may grow by in each call: logs and allocators take some. Device counters are exact."""
+RECORD_BYTES: Final = 20 * 1024
+"""What it may grow by besides for each stage of a call: the record of a pipeline's stage takes 14 KiB, whatever its steps."""
 _RISING_SHARE_OF_CALLS: Final = 0.5
 """By so many the resident set must rise."""
 _MOST_WARM_UP_CALLS: Final = 5
@@ -325,7 +327,9 @@ def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
     for (name, *_), stages in by_work.items():
         for measures in after_each(stages):
             for where, readings, inside in measures:
-                leak = _leak(name, "call", where, readings, is_alike=_did_alike(stages))
+                leak = _leak(
+                    name, "call", where, readings, recorded=_recorded(stages), is_alike=_did_alike(stages)
+                )
                 if leak is not None and (name in outermost or _grows_inside(inside, leak)):
                     yield leak
                     break
@@ -346,6 +350,11 @@ def _work_of(stage: Stage) -> tuple[str, ...]:
     return (stage.name, *(str(stage.facts.get(name)) for name in ("source", "subfolder")), *sorted(loaded))
 
 
+def _recorded(stages: Sequence[Stage]) -> int:
+    """How many stages each call of them added to the record, itself included."""
+    return max(sum(1 for _ in stage.walk()) for stage in stages)
+
+
 def _did_alike(stages: Sequence[Stage]) -> bool:
     """Whether all were asked for pictures of one size, as many at once; each new size needs memory of its own."""
     asked = [facts if isinstance(facts := stage.facts.get("call"), Mapping) else {} for stage in stages]
@@ -353,11 +362,18 @@ def _did_alike(stages: Sequence[Stage]) -> bool:
 
 
 def _leak(
-    stage: str, period: str, where: str, readings: Sequence[int], *, is_alike: bool = False
+    stage: str,
+    period: str,
+    where: str,
+    readings: Sequence[int],
+    *,
+    recorded: int = 0,
+    is_alike: bool = False,
 ) -> Seen | None:
+    is_host = where in (PROCESS, HEAP_OF_PROCESS)
     grown = growth(
         readings,
-        tolerance_bytes=TOLERANCE_BYTES if where in (PROCESS, HEAP_OF_PROCESS) else 0,
+        tolerance_bytes=TOLERANCE_BYTES + recorded * RECORD_BYTES if is_host else 0,
         rising=_RISING_SHARE_OF_CALLS if where == PROCESS else 0.0,
         few=period == "call",
         is_alike=is_alike,

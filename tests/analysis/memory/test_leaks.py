@@ -134,6 +134,20 @@ def test_other_methods_of_loras_are_other_work() -> None:
     assert {finding.stage for finding in again} == {"lora_application"}
 
 
+def test_what_the_record_of_a_call_takes_is_no_leak_of_the_process() -> None:
+    def call(i: int, nbytes: int, inner: int) -> Stage:
+        before, after = (
+            MemorySnapshot(process_rss_bytes=400 * MIB + n * nbytes, accelerators=()) for n in (i, i + 1)
+        )
+        inside = tuple(Stage(f"inner {n}", 0.0, 0.0) for n in range(inner))
+        return Stage("generation", 0.0, 1.0, memory=MemoryImpact(before, after), children=inside)
+
+    kept = 6 * 14 * 1024  # a picture of Stable Diffusion: six stages
+    assert find_leaks(run([call(i, kept, 5) for i in range(20)])) == ()
+    assert find_leaks(run([call(i, 4 * kept, 5) for i in range(20)])) != ()
+    assert find_leaks(run([call(i, 2 * kept, 0) for i in range(20)])) != ()
+
+
 def test_a_device_counter_is_exact() -> None:
     findings = find_leaks(run([stage(i * 512, (i + 1) * 512) for i in range(20)]))
     assert [finding.evidence["where"] for finding in findings] == ["cuda:0"]
