@@ -672,6 +672,34 @@ def test_a_remark_on_how_loras_are_set_is_that_of_the_last_change() -> None:
     assert [one.message for one in find_stage_findings(run_of(*several))] == ["last"]
 
 
+NOT_ACTIVE = {"id": "lora_not_active", "severity": "warning", "message": "The LoRA b changes nothing."}
+SAME = {"id": "lora_as_before", "severity": "info", "message": "Nothing changed."}
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ((changed({"a": lora(0.1, lazy=8), "b": lora(None, lazy=8)}),), []),
+        (
+            (call(), changed({"a": lora(0.1, lazy=8), "b": lora(None, lazy=8)})),
+            ["lora_not_active", "lora_as_before"],
+        ),
+        (
+            (changed({"a": lora(0.1, lazy=8), "b": lora(None, inactive=8)}),),
+            ["lora_not_active", "lora_as_before"],
+        ),
+        ((changed({"c": lora(0.1, lazy=8)}),), ["lora_not_active", "lora_as_before"]),
+        ((call(),), ["lora_not_active", "lora_as_before"]),
+    ],
+    ids=["switched on", "after a call", "still off", "another", "used so"],
+)
+def test_an_adapter_that_is_switched_on_before_any_call_was_never_off(
+    stages: tuple[Stage, ...], said: list[str]
+) -> None:
+    added = changed({"a": lora(0.1, lazy=8), "b": lora(None, inactive=8)}, NOT_ACTIVE, SAME)
+    assert [one.id for one in find_stage_findings(run_of(added, *stages, call()))] == said
+
+
 def call_that_scales(**loras: dict[str, Any]) -> Stage:
     named = {
         name.replace("__", "."): {"active": 9, "strength": (1.0, 1.0), **one} for name, one in loras.items()

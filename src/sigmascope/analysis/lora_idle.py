@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -61,6 +62,34 @@ AS_BEFORE: Final = "lora_as_before"
 """The finding that something acts as it did before: then others say nothing of LoRAs that do nothing."""
 UNTRAINED, IS_ZERO = "lora_untrained", "lora_is_zero"
 """The finding on an adapter that was made anew, and on one that may have been loaded so."""
+
+
+OF_A_MOMENT: Final = frozenset({"lora_disabled", "lora_not_active", "lora_strength_zero", AS_BEFORE})
+"""Findings on how a change left its LoRAs, which the next one may undo before any call."""
+
+
+def undone_before_a_call(run: Run) -> list[Stage]:
+    """The changes whose LoRAs that did nothing act as the next change left them, before any call saw it.
+
+    PEFT's `add_adapter` is one: the adapter that it adds is not active until `set_adapter`.
+    """
+    told = [stage for stage in run.walk() if FACT in stage.facts or stage.name == GENERATION]
+    return [
+        stage
+        for stage, later in pairwise(told)
+        if FACT in stage.facts
+        and FACT in later.facts
+        and any(_idle_in(side) for side in patches_in(stage))
+        and all(
+            _idle_in(was) <= acting_in(now).keys()
+            for was, now in zip(*map(patches_in, (stage, later)), strict=True)
+        )
+    ]
+
+
+def _idle_in(patches: Mapping[str, Any]) -> set[str]:
+    """The LoRAs on one side of which no change acts, by name."""
+    return mapping(patches.get("loras")).keys() - acting_in(patches).keys()
 
 
 def fused_before(run: Run) -> str | None:
