@@ -27,6 +27,7 @@ from sigmascope.checkpoints.checkpoint import (
 )
 from sigmascope.errors import WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
+from sigmascope.units import counted
 
 # The archive that `StreamingTorchWriter` writes.
 _ALIGNMENT: Final = 64  # torch.save's own: a mapped file can then be computed with as it lies
@@ -176,7 +177,7 @@ class StreamingTorchWriter:
             return
         with self._stack:
             if self._left:
-                message = f"{len(self._left)} tensors were not written, first {shortened(min(self._left))}."
+                message = f"{counted(len(self._left), 'tensor was', 'tensors were')} not written, first {shortened(min(self._left))}."
                 raise WriteError(self.path, message)
             self._put("version", b"3\n")
             self._archive.close()

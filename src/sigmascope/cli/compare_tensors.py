@@ -30,7 +30,7 @@ from sigmascope.cli.console import (
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 from sigmascope.svg import FAINT, Axis, Bar, Label, Line, Shape
-from sigmascope.units import rough_percent
+from sigmascope.units import counted, rough_percent
 
 if TYPE_CHECKING:
     from sigmascope.analysis.tensor_comparison import DumpComparison, RunComparison, TensorComparison
@@ -342,7 +342,7 @@ def save_token_picture(path: Path, comparison: "DumpComparison | RunComparison",
         shapes += _panel(_TOP + _PANEL * index, name, tensor, tokens)
     height = _TOP + _PANEL * max(1, min(len(panels), _MOST_PANELS))
     if len(panels) > _MOST_PANELS:
-        shapes.append(Label(16, height + 10, f"and {len(panels) - _MOST_PANELS} tensors more"))
+        shapes.append(Label(16, height + 10, f"and {counted(len(panels) - _MOST_PANELS, 'tensor')} more"))
         height += 24
     save_picture(path, (_WIDTH, height), shapes)
 

@@ -22,6 +22,7 @@ from sigmascope.lbm.images import PICTURES
 from sigmascope.lbm.pocket.scenes import COOL, WARM, Light, render_pair
 from sigmascope.lbm.samples import decode_picture, same_shape
 from sigmascope.progress import Progress, no_progress
+from sigmascope.units import counted
 
 EncodedSample = tuple[str, Mapping[str, bytes]]
 """A sample's name, and its members by the rest of the name (`source.jpg`)."""
@@ -221,7 +222,7 @@ def find_pairs(
     if not pairs:
         contents = "empty"
         if left_out:
-            contents = f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}"
+            contents = f"{counted(len(left_out), 'file')}, first {left_out[0].name}: {left_out[0].reason}"
         raise ConfigError(
             f"{root}: holds no pairs of pictures ({contents}).",
             hint=f"Name files a_{keys[0]}.png and a_{keys[-1]}.png, or put them in folders {keys[0]}/ and "

@@ -97,13 +97,14 @@ def log_unapplied(
     if not_in_variant:
         logger.warning("%s: %s", lora, variant_finding(not_in_variant, len(lora.names)).message)
     if lora.unused_keys:
-        logger.warning("%s: %d keys are not applied: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
+        keys = counted(len(lora.unused_keys), "key is", "keys are")
+        logger.warning("%s: %s not applied: %s", lora, keys, lora.unused_keys[:3])
     if left_out:
         logger.warning(
-            "%s: %d modules are for other models than this %s and are not applied, such as %s. "
+            "%s: %s for other models than this %s and not applied, such as %s. "
             "Pass the whole pipeline to apply all of them.",
             lora,
-            len(left_out),
+            counted(len(left_out), "module is", "modules are"),
             type(model).__name__,
             left_out[0],
         )

@@ -35,6 +35,7 @@ from sigmascope.records.run import (
     PipelineFacts,
     Role,
 )
+from sigmascope.units import counted
 
 _INNER_NAMES = ("model", "cond_stage_model", "first_stage_model", "patcher")
 """Where ComfyUI's wrappers (ModelPatcher, CLIP, VAE) and others keep the module."""
@@ -412,10 +413,10 @@ def _of_names(own_names: Iterable[str]) -> Architecture | None:
     levels = {name for name in names if _DOWN.match(name) or _UP.match(name)}
     has_time = any(_TIME.search(name) for name in names)
     if joint:
-        evidence = f"{len(joint)} blocks with separate projections for text and image, such as {min(joint)}"
+        evidence = f"{counted(len(joint), 'block')} with separate projections for text and image, such as {min(joint)}"
         return Architecture("MMDiT", evidence)
     if any(_DOWN.match(name) for name in levels) and any(_UP.match(name) for name in levels):
-        return Architecture("UNet", f"{len(levels)} blocks down and up again")
+        return Architecture("UNet", f"{counted(len(levels), 'block')} down and up again")
     if blocks and has_time and not is_levelled:
         evidence = (
             f"{len(blocks)} attention blocks without joint projections, and an embedding of the timestep"

@@ -489,7 +489,7 @@ def on_patches(name: str, patches: PatchAnalysis, raised: str | None = None) -> 
         if is_opposed(twice["strengths"]):
             yield opposed_finding(twice["strengths"], evidence, name, weights)
             continue
-        message = f"{name}: the same change is applied more than once to {keys} weights ({sources})."
+        message = f"{name}: the same change is applied more than once to {weights}."
         advice = "Load it once; if you meant both, add the strengths."
         yield Finding("lora_applied_twice", "warning", message, evidence, advice)
     yield from _on_overlaps(name, patches)
@@ -765,7 +765,7 @@ def _on_overlaps(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
             continue
         together = "add up" if (cosine or 0.0) > 0 else "work against each other"
         message = (
-            f"{name}: {pair['a']} and {pair['b']} act in the same directions of {pair['shared_keys']} weights "
+            f"{name}: {pair['a']} and {pair['b']} act in the same directions of {counted(pair['shared_keys'], 'weight')} "
             f"(overlap {overall:.2f}, chance {chance or 0.0:.2f}): they {together} there."
         )
         evidence = {"overlap": overall, "chance": chance, "cosine": cosine, "keys": pair["shared_keys"]}
@@ -783,7 +783,7 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         largest = drift["largest_relative_change"]
         size = "" if largest is None else f", at most {largest:.1e} of their length"
         message = (
-            f"{name}: {len(drift['keys'])} weights changed only by rounding{size}, "
+            f"{name}: {counted(len(drift['keys']), 'weight')} changed only by rounding{size}, "
             "as after fusing and unfusing or in another dtype."
         )
         evidence: _Evidence = {"keys": len(drift["keys"]), "largest_relative_change": largest}

@@ -257,7 +257,7 @@ def _without(verdict: AppliedVerdict, left_out: Collection[AppliedModule]) -> Ap
     word = Finding(
         "lora_part_left_out",
         "info",
-        f"{len(left_out)} of the file's {len(verdict.modules)} modules are for the {of}, to which the LoRA was not applied.",
+        f"{len(left_out)} of the file's {len(verdict.modules)} modules {'is' if len(left_out) == 1 else 'are'} for the {of}, to which the LoRA was not applied.",
         {"modules": len(verdict.modules), "left_out": len(left_out)},
     )
     return replace(verdict, modules=modules, findings=(*applied_findings(modules), word))

@@ -199,7 +199,7 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
     if drift.get("keys"):
         largest = drift.get("largest_relative_change")
         size = "" if largest is None else f", at most {largest:.1e}"
-        yield Row("Drift", f"{number(len(drift['keys']))} weights by rounding{size}: no change")
+        yield Row("Drift", f"{counted(len(drift['keys']), 'weight')} by rounding{size}: no change")
     yield from _block_rows(facts.get("by_block") or ())
 
 

@@ -51,6 +51,7 @@ from sigmascope.stages.weight_verdict import (
     judge_weight,
     sampled_effects,
 )
+from sigmascope.units import counted
 
 NOT_COARSE: Final = "no change was merged into a coarsely stored weight"
 
@@ -233,7 +234,7 @@ def _why_not_seen(before: ModelSnapshot, after: ModelSnapshot) -> str | None:
     ]
     if not unseen:
         return None
-    return f"{len(unseen)} weights could not be read at both moments, such as {unseen[0]}"
+    return f"{counted(len(unseen), 'weight')} could not be read at both moments, such as {unseen[0]}"
 
 
 def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | None:
@@ -242,9 +243,7 @@ def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | No
         return None
     other = before.weights.keys() ^ after.weights.keys()
     if other:
-        return (
-            f"{len(other)} weights have other names than before, such as {min(other)}: the layers are others"
-        )
+        return f"{counted(len(other), 'weight has another name', 'weights have other names')} than before, such as {min(other)}: the layers are others"
     around = before.forwards ^ after.forwards
     if around:
         name, what = min(around)

@@ -84,7 +84,7 @@ def test_a_folder_without_pairs_says_what_it_holds_and_how_to_name_files(tmp_pat
         find_pairs(tmp_path, KEYS)
     assert "a_source.png" in (error.value.hint or "")
     make(tmp_path, "a.png")
-    with pytest.raises(ConfigError, match=r"1 files, first a\.png"):
+    with pytest.raises(ConfigError, match=r"1 file, first a\.png"):
         find_pairs(tmp_path, KEYS)
 
 

@@ -386,7 +386,7 @@ def test_keys_that_are_not_applied_are_logged(
 ) -> None:
     lora = LoraFile(make_lora(model).modules, unused_keys=("stem.diff_b",))
     with caplog.at_level(logging.WARNING), attach_lora(model, lora):
-        assert "1 keys are not applied: ('stem.diff_b',)" in caplog.text
+        assert "1 key is not applied: ('stem.diff_b',)" in caplog.text
 
 
 @pytest.mark.gpu

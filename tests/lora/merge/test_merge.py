@@ -355,7 +355,7 @@ def test_keys_that_are_not_merged_are_logged(
     lora = LoraFile(make_lora(model).modules, unused_keys=("0.diff_b",))
     with caplog.at_level(logging.WARNING):
         merge_into_model(model, lora)
-    assert "1 keys are not applied: ('0.diff_b',)" in caplog.text
+    assert "1 key is not applied: ('0.diff_b',)" in caplog.text
 
 
 @pytest.mark.gpu

@@ -418,4 +418,4 @@ def test_weights_that_cannot_be_read_are_open() -> None:
     model = inject_adapter_in_model(LoraConfig(target_modules=["0"], init_lora_weights=False), model, "a")
     analysis = told(capture_lora_baseline(model, None, keys="none"), model)
     assert analysis["effective"] is None
-    assert "1 weights could not be read at both moments" in analysis["unavailable"]["effective"]
+    assert "1 weight could not be read at both moments" in analysis["unavailable"]["effective"]
