@@ -700,6 +700,28 @@ def test_an_adapter_that_is_switched_on_before_any_call_was_never_off(
     assert [one.id for one in find_stage_findings(run_of(added, *stages, call()))] == said
 
 
+def test_what_one_model_left_out_is_not_told_where_another_took_it() -> None:
+    left_out = {
+        "id": "lora_part_left_out",
+        "severity": "info",
+        "message": "25 modules are for the text encoders.",
+    }
+    on_unet, on_words = changed({"a": lora(0.1, lazy=8)}, left_out), changed({})
+    on_words.facts["lora_application"]["clip_lora_patches"] = {"loras": {"a": lora(0.1, lazy=8)}}
+    first = replace(on_unet, facts={**on_unet.facts, "only_on": "unet"})
+    second = replace(on_words, facts={**on_words.facts, "only_on": "text_encoder"})
+    others = changed({})
+    others.facts["lora_application"]["clip_lora_patches"] = {"loras": {"b": lora(0.1, lazy=8)}}
+    assert find_stage_findings(run_of(first, second, call())) == []
+    for run in (
+        run_of(first, call()),
+        run_of(first, call(), second),
+        run_of(first, others),
+        run_of(on_unet, second),
+    ):
+        assert [one.id for one in find_stage_findings(run)] == ["lora_part_left_out"]
+
+
 def call_that_scales(**loras: dict[str, Any]) -> Stage:
     named = {
         name.replace("__", "."): {"active": 9, "strength": (1.0, 1.0), **one} for name, one in loras.items()

@@ -162,18 +162,18 @@ def _as_one(alike: list[tuple[Finding, int | None]]) -> Finding:
 def find_stage_findings(run: Run) -> list[Finding]:
     """The findings that analyses put on their stages, in the order of the stages; of idle LoRAs each kind once.
 
-    A remark on how LoRAs are set is given as the last change left them, and no other on what the next one undid before any call.
+    A remark on how LoRAs are set is given as the last change left them, and none on what was undone before any call.
     """
     settled = {lora_idle.MERGED_AT_ZERO} if saw_merging(run) else set()
     settled |= {lora_idle.NOT_SEEN} if left_in_weights(run) else set()
-    undone = {id(stage) for stage in lora_idle.undone_before_a_call(run)}
+    undone = lora_idle.undone_before_a_call(run)
     by_stage = [
         (
             stage,
             [
                 finding
                 for finding in _findings_in_analysis(stage)
-                if id(stage) not in undone or finding.id not in lora_idle.OF_A_MOMENT
+                if finding.id not in undone.get(id(stage), ())
             ],
         )
         for stage in run.walk()

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -64,32 +64,50 @@ UNTRAINED, IS_ZERO = "lora_untrained", "lora_is_zero"
 """The finding on an adapter that was made anew, and on one that may have been loaded so."""
 
 
-OF_A_MOMENT: Final = frozenset({"lora_disabled", "lora_not_active", "lora_strength_zero", AS_BEFORE})
-"""Findings on how a change left its LoRAs, which the next one may undo before any call."""
+_OF_A_MOMENT: Final = frozenset({"lora_disabled", "lora_not_active", "lora_strength_zero", AS_BEFORE})
+"""Findings on how a change left its LoRAs, which the next one may undo."""
+_LEFT_OUT: Final = frozenset({"lora_part_left_out"})
+"""Findings on a change of one model that it left out what is for others, to which the next ones may apply it."""
 
 
-def undone_before_a_call(run: Run) -> list[Stage]:
-    """The changes whose LoRAs that did nothing act as the next change left them, before any call saw it.
+def undone_before_a_call(run: Run) -> dict[int, frozenset[str]]:
+    """Findings on changes that later ones undid before any call saw them, by the identity of the change's stage.
 
-    PEFT's `add_adapter` is one: the adapter that it adds is not active until `set_adapter`.
+    PEFT's `add_adapter` makes one: the adapter that it adds is not active until `set_adapter`. A pipeline that shares the
+    models of the watched one is heard through them alone: it applies a file to one model after another.
     """
     told = [stage for stage in run.walk() if FACT in stage.facts or stage.name == GENERATION]
-    return [
-        stage
-        for stage, later in pairwise(told)
-        if FACT in stage.facts
-        and FACT in later.facts
-        and any(_idle_in(side) for side in patches_in(stage))
-        and all(
-            _idle_in(was) <= acting_in(now).keys()
-            for was, now in zip(*map(patches_in, (stage, later)), strict=True)
-        )
-    ]
+    undone = {}
+    for place, stage in enumerate(told):
+        if FACT in stage.facts:
+            later = [*takewhile(lambda one: FACT in one.facts, told[place + 1 :])]
+            is_on = bool(later) and _are_on_now(stage, later[0])
+            is_elsewhere = any(_are_elsewhere(stage, one) for one in later)
+            undone[id(stage)] = (_OF_A_MOMENT if is_on else frozenset()) | (
+                _LEFT_OUT if is_elsewhere else frozenset()
+            )
+    return undone
+
+
+def _are_on_now(change: Stage, later: Stage) -> bool:
+    """Whether LoRAs that a change left without effect all act as the next one left them."""
+    sides = [*zip(*map(patches_in, (change, later)), strict=True)]
+    return any(_idle_in(was) for was, _ in sides) and all(
+        _idle_in(was) <= acting_in(now).keys() for was, now in sides
+    )
 
 
 def _idle_in(patches: Mapping[str, Any]) -> set[str]:
     """The LoRAs on one side of which no change acts, by name."""
     return mapping(patches.get("loras")).keys() - acting_in(patches).keys()
+
+
+def _are_elsewhere(change: Stage, later: Stage) -> bool:
+    """Whether a change of one model is of a LoRA that a later one put on a model of the other side."""
+    if change.facts.get(ONLY_ON) is None:
+        return False
+    names = [[acting_in(side).keys() for side in patches_in(stage)] for stage in (change, later)]
+    return bool(names[0][0] & names[1][1] or names[0][1] & names[1][0])
 
 
 def fused_before(run: Run) -> str | None:
