@@ -45,6 +45,20 @@ def test_a_lora_loaded_after_joining_does_nothing(family: str, tmp_path: Path) -
     assert analysis["findings"][0]["id"] == "lora_bypassed"
 
 
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_a_lora_fused_after_joining_is_as_little_used(family: str, tmp_path: Path) -> None:
+    pipeline, denoiser, file = made(family, tmp_path)
+    denoiser.fuse_qkv_projections()
+    before = generate(pipeline, family)
+    with sigmascope.watch(pipeline) as run:
+        pipeline.load_lora_weights(file, adapter_name="style")
+        pipeline.fuse_lora()
+    assert torch.equal(generate(pipeline, family), before)
+    analysis = run.stages[-1].facts["lora_application"]
+    assert analysis["effective"] is False
+    assert [finding["id"] for finding in analysis["findings"]] == ["lora_bypassed"]
+
+
 @pytest.mark.parametrize("family", DENOISERS)
 def test_joining_leaves_out_a_lora_until_they_are_separated(family: str, tmp_path: Path) -> None:
     pipeline, denoiser, file = made(family, tmp_path)
