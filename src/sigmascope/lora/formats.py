@@ -697,11 +697,19 @@ def _role(words: list[str]) -> tuple[str, list[str]]:
     return ("set_weight" if first == NORM_SCALE else _ROLES.get(first, first)), adapter
 
 
+_OF_ATTENTION: Final = re.compile(r"\.processor\.(?=(?:to_[qkv]|to_out(?:\.\d+)?|to_add_out|add_[qkv]_proj)$)")
+"""What stands before an attention's own projections where a file names them by its processor."""
+
+
 def _module_name(name: str, *, old: bool) -> str:
-    """A module's path without what PEFT and diffusers' attention processors put into it."""
-    plain = name.replace("base_model.model.", "", 1).replace(".processor.", ".")
+    """A module's path without what PEFT and diffusers' attention processors put into it.
+
+    A processor's own layers, such as an IP-Adapter's `to_k_ip.0`, keep their path.
+    """
+    plain = name.replace("base_model.model.", "", 1)
     if not old:
-        return plain
+        return _OF_ATTENTION.sub(".", plain)
+    plain = plain.replace(".processor.", ".")
     path, _, last = plain.rpartition(".")
     if ".self_attn" in path:  # of a text encoder: its projections were named as a UNet's are
         return f"{path}.{last.removeprefix('to_')}_proj"

@@ -65,6 +65,11 @@ STYLES = {
         f"unet.{ATTENTION}.processor.to_out_lora.down.weight",
         f"unet.{ATTENTION}.to_out.0",
     ),
+    "an IP-Adapter's own layer": (
+        f"unet.{ATTENTION}.processor.to_k_ip.0.lora_B.weight",
+        f"unet.{ATTENTION}.processor.to_k_ip.0.lora_A.weight",
+        f"unet.{ATTENTION}.processor.to_k_ip.0",
+    ),
     "an old text encoder": (f"{TEXT}.to_k_lora.up.weight", f"{TEXT}.to_k_lora.down.weight", f"{TEXT}.k_proj"),
     "a newer text encoder": (
         f"{TEXT}.k_proj.lora_linear_layer.up.weight",

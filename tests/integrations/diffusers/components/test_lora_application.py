@@ -231,3 +231,45 @@ def test_a_file_of_a_kind_that_diffusers_refuses_is_called_that_and_the_advice_m
     assert CliRunner().invoke(app, ["lora", "convert", str(path), str(plain), *options]).exit_code == 0
     pipeline.load_lora_weights(str(plain))
     assert not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), bare)
+
+
+@pytest.mark.parametrize("layers", ["attn2", "processor"])
+def test_a_lora_on_an_ip_adapter_s_own_layers_is_on_the_model(layers: str, tmp_path: Path) -> None:
+    """PEFT names these layers by the attention processor that they are in."""
+    pipeline = make_pipeline("sd15")
+    _load_ip_adapter(pipeline, tmp_path)
+    call = {"ip_adapter_image_embeds": [torch.ones(2, 1, 8)], "num_inference_steps": 1}
+    bare = generate(pipeline, "sd15", **call)
+    state = lora_state(pipeline, ["unet"], only=layers)
+    norm = sum(
+        float((state[f"{name}.lora_B.weight"].double() @ state[f"{name}.lora_A.weight"].double()).norm() ** 2)
+        for name in modules_of(state)
+    )
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(str(write(state, tmp_path / "lora.safetensors")))
+        picture = generate(pipeline, "sd15", **call)
+    run = watching.record()
+    (stage,) = lora_stages(run)
+    found = stage.facts["lora_application"]
+    assert not torch.equal(picture, bare)
+    assert found["effective"] is True
+    assert found["unet_weight_changes"]["delta_norm"] == pytest.approx(norm**0.5, rel=1e-3)
+    assert found["findings"] == []
+
+
+def _load_ip_adapter(pipeline: Any, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers: dict[str, torch.Tensor] = {}
+    for place, name in enumerate(pipeline.unet.attn_processors):
+        if ".attn2." in name:
+            shape = pipeline.unet.get_submodule(name.removesuffix(".processor")).to_k.weight.shape
+            for layer in ("to_k_ip", "to_v_ip"):
+                layers[f"{place}.{layer}.weight"] = torch.randn(shape, generator=generator)
+    projection = {
+        "proj.weight": torch.randn(64, 8, generator=generator),
+        "proj.bias": torch.zeros(64),
+        "norm.weight": torch.ones(16),
+        "norm.bias": torch.zeros(16),
+    }
+    torch.save({"image_proj": projection, "ip_adapter": layers}, folder / "ip.bin")
+    pipeline.load_ip_adapter(str(folder), subfolder="", weight_name="ip.bin", image_encoder_folder=None)
