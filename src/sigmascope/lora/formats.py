@@ -697,7 +697,9 @@ def _role(words: list[str]) -> tuple[str, list[str]]:
     return ("set_weight" if first == NORM_SCALE else _ROLES.get(first, first)), adapter
 
 
-_OF_ATTENTION: Final = re.compile(r"\.processor\.(?=(?:to_[qkv]|to_out(?:\.\d+)?|to_add_out|add_[qkv]_proj)$)")
+_OF_ATTENTION: Final = re.compile(
+    r"\.processor\.(?=(?:to_[qkv]|to_out(?:\.\d+)?|to_add_out|add_[qkv]_proj)$)"
+)
 """What stands before an attention's own projections where a file names them by its processor."""
 
 

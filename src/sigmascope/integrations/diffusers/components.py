@@ -31,7 +31,13 @@ from sigmascope.analysis.lora_facts import (
 )
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
-from sigmascope.integrations.diffusers.idle_loras import EMBEDDINGS, half_of_vae, listed_as_fused, may_stay_in
+from sigmascope.integrations.diffusers.idle_loras import (
+    EMBEDDINGS,
+    half_of_vae,
+    listed_as_fused,
+    may_stay_in,
+    tower_of,
+)
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
     end_complete_denoising,
@@ -807,9 +813,21 @@ class TextEncodingObserver(Observer):
 
         return after
 
-    def _before_encoder(self, stage: str, name: str, *_: object) -> After | None:
+    def _before_encoder(
+        self, stage: str, name: str, _: object, args: Arguments, kwargs: Keywords
+    ) -> After | None:
         stack = self.session.stack_here()
-        return None if stack is None else _within(stack, stage, name)
+        if stack is None:
+            return None
+        if _may_hold_pictures(args, kwargs):
+            stack.ran[tower_of(name)] += 1
+        return _within(stack, stage, name)
+
+
+def _may_hold_pictures(args: Arguments, kwargs: Keywords) -> bool:
+    """Whether an encoder is given more than tokens, which are integers, and their mask."""
+    given = (*args, *(value for name, value in kwargs.items() if name != "attention_mask"))
+    return any(isinstance(value, Tensor) and value.is_floating_point() for value in given)
 
 
 def _within(stack: StageStack, name: str, encoder: str) -> After | None:

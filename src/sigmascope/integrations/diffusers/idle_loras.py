@@ -7,6 +7,7 @@ made; of other embeddings the answer is that nobody knows.
 """
 
 import dis
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -61,7 +62,8 @@ class SeenInCall(NamedTuple):
 
     Attributes:
         arguments: By name.
-        ran: The components that were seen at work, of VAEs as `half_of_vae` names them; None: not known.
+        ran: The components that were seen at work, of VAEs as `half_of_vae` names them, and `tower_of` encoders; None: not
+            known.
         encoders: The names of its text encoders.
         denoisers: The names of its denoisers.
         vaes: The names of its VAEs.
@@ -106,6 +108,11 @@ def half_of_vae(vae: str, half: str) -> str:
     return f"{vae}.{half}"
 
 
+def tower_of(encoder: str) -> str:
+    """What the vision tower of a text encoder is called among what ran."""
+    return f"{encoder}.vision"
+
+
 class Encoding(NamedTuple):
     """How embeddings were made: the contents of the LoRAs that acted on each encoder that ran.
 
@@ -139,6 +146,8 @@ class Embeddings:
         contents: dict[str, list[Content]] = {}
         for name in ran:
             active = _active_on(name, loras)
+            silent = _on_silent_towers(pipeline, active, [name], ran)
+            active = {lora: active[lora] for lora in active if lora not in silent}
             if not _on_late_layers(pipeline, active, [name]):
                 contents[name] = [lora["content"] for lora in active.values()]
         for tensor in _tensors_in(made):
@@ -262,6 +271,7 @@ def begin_idle_lora_findings(
     active = {name: lora for name, lora in loras.items() if lora["active"]}
     left_out = {name: lora for name, lora in active.items() if seen.is_left_out(component_of(name))}
     parts = _halves_left_out(pipeline, active, seen)
+    parts |= _on_silent_towers(pipeline, active, seen.encoders, seen.ran or ())
     late = _on_late_layers(pipeline, active, seen.encoders) - left_out.keys()
     parts |= {name: (_ON_LATE, component_of(name)) for name in late}
     left_out |= {name: active[name] for name in parts}
@@ -465,6 +475,30 @@ def _halves_left_out(pipeline: object, active: Loras, seen: SeenInCall) -> dict[
             names = {f"{vae}.{patch.source}" for patch in patches if patch.source not in outside}
             if names and seen.is_half_left_out(vae, half):
                 found |= dict.fromkeys(names & active.keys(), ("lora_not_run", half_of_vae(vae, half)))
+    return found
+
+
+_TOWERS: Final = re.compile(r"(?:.*\.)?(?:visual|vision_tower|vision_model|multi_modal_projector)(?=\.)")
+"""What a text encoder that also sees runs of a picture alone, by the beginning of a layer's name."""
+
+
+def _on_silent_towers(
+    pipeline: object, active: Loras, encoders: Collection[str], ran: Collection[str]
+) -> dict[str, tuple[str, str]]:
+    """The LoRAs that are on an encoder's vision tower alone, where the encoder ran without a picture, with the finding and
+    the tower's name.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    models = models_in(pipeline)
+    for encoder in {component_of(name) for name in active} & {*encoders} & {*ran} & models.keys():
+        layers = [(_TOWERS.match(path), layer) for path, layer in adapter_layers(models[encoder])]
+        inside = {name: tower[0] for tower, layer in layers if tower for name in adapters_of(layer)}
+        if not inside or tower_of(encoder) in ran:
+            continue
+        outside = {name for tower, layer in layers if tower is None for name in adapters_of(layer)}
+        for name in inside.keys() - outside:
+            if (lora := f"{encoder}.{name}") in active:
+                found[lora] = "lora_not_run", f"{encoder}.{inside[name]}"
     return found
 
 

@@ -697,7 +697,7 @@ class OwnLoopObserver(Observer):
         if self._is_heard(encoder):
             return None
         texts = self.session.observer(TextEncodingObserver)
-        return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME, encoder)
+        return texts._before_encoder(ENCODING_STAGE, _ENCODER_NAME, encoder, args, kwargs)
 
     def _before_vae(self, way: Any, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
         if not self._is_meant(vae):

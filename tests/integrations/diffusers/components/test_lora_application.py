@@ -238,7 +238,7 @@ def test_a_lora_on_an_ip_adapter_s_own_layers_is_on_the_model(layers: str, tmp_p
     """PEFT names these layers by the attention processor that they are in."""
     pipeline = make_pipeline("sd15")
     _load_ip_adapter(pipeline, tmp_path)
-    call = {"ip_adapter_image_embeds": [torch.ones(2, 1, 8)], "num_inference_steps": 1}
+    call: dict[str, Any] = {"ip_adapter_image_embeds": [torch.ones(2, 1, 8)], "num_inference_steps": 1}
     bare = generate(pipeline, "sd15", **call)
     state = lora_state(pipeline, ["unet"], only=layers)
     norm = sum(

@@ -226,6 +226,49 @@ def test_a_lora_on_half_of_a_vae_acts_where_this_half_runs(
     assert (f"it is on vae.{half}, which did not run" in headline(run)) is not moved
 
 
+def show_picture(pipeline: Any) -> None:
+    """Have Qwen-Image's encoder see a picture beside its tokens, as the pipelines do that edit one."""
+    ids = torch.tensor([[5, 6, 7]])
+    pipeline.text_encoder.config.image_token_id = pipeline.text_encoder.model.config.image_token_id = 6
+
+    def encode_with_picture(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        made = pipeline.text_encoder(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == 6).int(),
+            pixel_values=torch.linspace(-1.0, 1.0, 4 * 3 * 2 * 14 * 14).reshape(4, -1),
+            image_grid_thw=torch.tensor([[1, 2, 2]]),
+            output_hidden_states=True,
+        )
+        return made.hidden_states[-1], torch.ones_like(ids)
+
+    pipeline._get_qwen_prompt_embeds = encode_with_picture
+
+
+@pytest.mark.parametrize(
+    ("modules", "sees", "found"),
+    [
+        (r".*visual.*(qkv|proj)", False, {"lora_not_run"}),
+        (r".*(visual|layers\.0).*(qkv|[qo]_proj)", False, set()),
+        (r".*visual.*(qkv|proj)", True, set()),
+    ],
+)
+def test_a_lora_on_an_encoder_s_vision_tower_acts_where_the_encoder_is_given_a_picture(
+    modules: str, sees: bool, found: set[str]
+) -> None:
+    pipeline = make_pipeline("qwen_image")
+    if sees:
+        show_picture(pipeline)
+    bare = generate(pipeline, "qwen_image", num_inference_steps=1)
+    pipeline.text_encoder.add_adapter(LoraConfig(r=2, target_modules=modules, init_lora_weights=False), "a")
+    with sigmascope.watch(pipeline) as watching:
+        moved = not torch.equal(generate(pipeline, "qwen_image", num_inference_steps=1), bare)
+    run = watching.record()
+    assert moved is (not found)
+    assert told(run) == found
+    assert ("it is on text_encoder.model.visual, which did not run" in headline(run)) is not moved
+
+
 def test_a_vae_s_encoder_with_a_lora_acts_where_a_picture_is_given() -> None:
     pipeline, call = image_to_image()
     pictures = []
