@@ -510,13 +510,17 @@ def _low_rank_change(
     return Change(parameter, "dora", tensors | {"dora_scale": magnitude}, {**names, "dora_scale": _MAGNITUDE})
 
 
+_PRODUCTS: Final = ("Dora", "Velora")
+"""Variants of PEFT's that are up · down, scaled to magnitudes or with gradients of their own."""
+
+
 def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
     """Why a LoRA is not up · down of the weight, if it is not."""
     if _by_adapter(layer, "lora_E"):
         return "AdaLoRA's singular values are not read"
     variant = held_by(layer, "lora_variant", adapter)
     name = getattr(variant, "__name__", type(variant).__name__)
-    if variant is not None and not name.startswith("Dora"):
+    if variant is not None and not name.startswith(_PRODUCTS):
         return f"PEFT's {name.removesuffix('Variant')} does more than up · down"
     if (_held(_held(layer, "base_layer"), "groups") or 1) != 1:
         return "a LoRA of a grouped convolution is not a plain change of its weight"

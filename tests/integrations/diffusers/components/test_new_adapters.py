@@ -69,6 +69,25 @@ def test_an_adapter_that_is_made_is_a_stage(way: str, trained: bool) -> None:
     assert left_behind() == []
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_lora_whose_gradients_alone_are_others_is_read_as_one(trained: bool) -> None:
+    """VeLoRA runs up · down, and keeps less of the activations for the backward pass."""
+    velora: Any = pytest.importorskip("peft.tuners.lora.config")
+    if not hasattr(velora, "VeloraConfig"):
+        pytest.skip("this PEFT has no VeLoRA")
+    options: dict[str, Any] = {"velora_config": velora.VeloraConfig()}
+    config = LoraConfig(r=2, init_lora_weights=not trained, target_modules=["to_q"], **options)
+    pipeline = make_pipeline("sd15")
+    before = generate(pipeline, "sd15", num_inference_steps=1)
+    with sigmascope.watch(pipeline) as run:
+        pipeline.unet.add_adapter(config)
+        moved = not torch.equal(generate(pipeline, "sd15", num_inference_steps=1), before)
+    (stage,) = (stage for stage in run.record().walk() if stage.name == "lora_application")
+    analysis = stage.facts["lora_application"]
+    assert analysis["effective"] is moved is trained
+    assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(norm_of(pipeline.unet), rel=1e-3)
+
+
 @pytest.mark.parametrize("way", ["from_pretrained", "load_adapter"])
 def test_an_adapter_that_peft_loads_is_judged_by_the_values_of_its_file(way: str, tmp_path: Path) -> None:
     """PEFT injects it first, with a B of zeros."""
