@@ -141,6 +141,8 @@ def _acting_standing(run: Run) -> LoraStanding | None:
         if not _acts_beside(run, stage):
             return None  # what takes the others off is not heard of each model: a call tells
         sides = []
+    away = [name for name, _, patches in sides if _is_on_none_since(run, stage, name, patches)]
+    sides = [side for side in sides if side[0] not in away]
     sides = sorted([*sides, *others], key=lambda side: side[0] == OF_ENCODERS)
     is_new = method.startswith("load_") or method in _MAKES
     sizes = [
@@ -176,6 +178,7 @@ def _acting_standing(run: Run) -> LoraStanding | None:
     words += _scaled_in_call(run, stage, [patches for _, _, patches in sides]) if sizes else ""
     now = [*as_set_last(run, stage)[1], *(patches for _, _, patches in others)]
     words += "".join(dict.fromkeys(said for patches in now for said in _beside_acting(patches)))
+    words += "".join(f" It is not on the {name} that ran." for name in away)
     words += _not_run_since(run, stage)
     if NOISY in arrives:
         return _as_arrived(f"{words} {arrives[NOISY]}", arrives)
@@ -233,6 +236,29 @@ def _is_off_since(run: Run, change: Stage) -> bool:
     )
     own = next(filter(None, calls), [])
     return bool(own) and not any(lora.get("active") for lora in own)
+
+
+def _is_on_none_since(run: Run, change: Stage, side: str, patches: Mapping[str, Any]) -> bool:
+    """Whether what a change put beside one side's weights was on none of its models in the calls since, but on the other's:
+    models that were put in afterwards ran. Of calls in which no encoder ran it is not known what the embeddings hold.
+    """
+    acting = acting_in(patches)
+    if any(mapping(lora.get("states")).keys() - {LAZY} for lora in acting.values()):
+        return False
+    calls = _calls_since(run, change, acting.keys())
+    on = {
+        _is_encoder(call, lora.partition(".")[0])
+        for call in calls
+        for lora in loras_in_call(call)
+        if lora.partition(".")[2] in acting
+    }
+    ran = all(any(_is_encoder(call, stage.facts.get("component")) for stage in call.walk()) for call in calls)
+    return ran and on == {side != OF_ENCODERS}
+
+
+def _is_encoder(call: Stage, component: object) -> bool:
+    components = mapping(mapping(call.facts.get("pipeline")).get("components"))
+    return mapping(components.get(str(component))).get("role") == "text_encoder"
 
 
 def _is_idle_since(run: Run, change: Stage) -> bool:

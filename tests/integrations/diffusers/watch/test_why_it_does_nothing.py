@@ -296,6 +296,50 @@ def test_a_lora_acts_whatever_becomes_of_other_models(
     assert found.words == "acts"
 
 
+@pytest.mark.parametrize(
+    ("replaced", "kept", "says", "gone"),
+    [
+        ("text_encoder", "unet", r"‖W‖ is [\d.]+ % in the denoiser\.", "text encoders"),
+        ("unet", "text_encoder", r"‖W‖ is [\d.]+ % in the text encoders\.", "denoiser"),
+    ],
+)
+def test_a_lora_has_no_share_in_a_model_that_another_took_the_place_of(
+    replaced: str, kept: str, says: str, gone: str
+) -> None:
+    both = state_of("sd15", "unet", "text_encoder")
+    alone = make_pipeline("sd15")
+    alone.load_lora_weights({key: value for key, value in both.items() if key.startswith(f"{kept}.")})
+    expected = generate(alone, "sd15", num_inference_steps=1)
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(both)
+        setattr(pipeline, replaced, getattr(make_pipeline("sd15"), replaced))
+        picture = generate(pipeline, "sd15", num_inference_steps=1)
+    said = acting_lora(watching.record()) or ""
+    assert torch.equal(picture, expected)
+    assert re.search(says, said), said
+    assert f"It is not on the {gone} that ran." in said
+
+
+@torch.no_grad()
+def test_a_lora_keeps_its_share_in_an_encoder_that_is_taken_away_once_it_has_encoded() -> None:
+    pipeline = make_pipeline("sd15")
+    once = {"num_inference_steps": 1, "prompt": None, "negative_prompt": None}
+    with sigmascope.watch(pipeline) as watching:
+        pipeline.load_lora_weights(state_of("sd15", "unet", "text_encoder"))
+        made = pipeline.encode_prompt("a fox", "cpu", 1, True)
+        pipeline.text_encoder = None
+        pipeline(
+            **once,
+            prompt_embeds=made[0],
+            negative_prompt_embeds=made[1],
+            height=32,
+            width=32,
+            output_type="pt",
+        )
+    assert " % in the text encoders." in (acting_lora(watching.record()) or "")
+
+
 def test_what_was_merged_and_set_to_0_before_the_watch_may_stay_in_the_weights(tmp_path: Path) -> None:
     pipeline = make_pipeline("sd15")
     bare = generate(pipeline, "sd15", num_inference_steps=1)
