@@ -555,6 +555,13 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         about_names=True,
         of_model=True,
     ),
+    "lora_other_prefix": _of_loader(
+        "diffusers",
+        "warning",
+        "load_lora_adapter takes the names that begin with its prefix ({prefix}.), and none in the file does.",
+        "{how}, or convert it to PEFT's format (sigmascope lora convert).",
+        of_model=True,
+    ),
     "lora_part_unnamed": _of_loader(
         "diffusers",
         "warning",

@@ -241,6 +241,7 @@ def analyze_lora_application_results(
     fused: Collection[str] = (),
     merges: bool = False,
     by_peft: bool = False,
+    prefix: str | None = None,
 ) -> LoraAnalysis:
     """What a LoRA's application changed, each model against its own original. Never raises.
 
@@ -260,6 +261,7 @@ def analyze_lora_application_results(
         fused: The names of LoRAs that may be in the weights: beside them, others are named.
         merges: Whether what it took off, it put into the weights, as PEFT's `merge_and_unload` does.
         by_peft: Whether PEFT loaded the file itself, which what is known of the host's loaders does not hold for.
+        prefix: With which the names that a model's own loader took had to begin; None: any names.
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
@@ -302,6 +304,7 @@ def analyze_lora_application_results(
                 by_pipeline=hasattr(type(lora_result), "load_lora_weights"),
                 no_loader=_shows_no_loader(of_file, unet, clip),
                 raised=raised,
+                prefix=prefix,
             )
         ],
         effective,

@@ -169,6 +169,7 @@ def file_findings(
     by_pipeline: bool = False,
     no_loader: bool = False,
     raised: str | None = None,
+    prefix: str | None = None,
 ) -> Iterator[Finding]:
     """The findings of both verdicts on a file that matter on this host's models.
 
@@ -179,6 +180,7 @@ def file_findings(
         by_pipeline: Whether it is known that a pipeline loaded it, and not a model by itself.
         no_loader: Whether the weights show that no loader need have left it out.
         raised: What the loader raised: the reason, where the file shows none.
+        prefix: With which the names that a model's own loader took had to begin.
     """
     complete = applied is not None and bool(applied.there) and not applied.missing
     on_model = () if applied is None else applied.findings
@@ -201,6 +203,10 @@ def file_findings(
         cause = None  # the loader knew the modules
     if no_loader and cause is not None and cause.id in _ABOUT_LOADERS:
         cause = None
+    if raised is None and prefix is not None and verdict is not None:
+        other = _of_other_names(prefix, verdict, of_file)
+        cause = other or cause
+        of_file = [finding for finding in of_file if other is None or finding.id not in _TELL_PREFIX]
     for finding in of_file:
         is_remark = finding.severity == "info" and finding.id in _ABOUT_NAMES
         if not is_remark or applied is None or (finding is cause and not applied.there):
@@ -216,6 +222,27 @@ def file_findings(
             )
         else:
             yield finding if why is None else _because(finding, why)
+
+
+def _of_other_names(prefix: str, verdict: LoraVerdict, of_file: Sequence[Finding]) -> Finding | None:
+    """That a model's own loader took nothing of a file, since no name in it begins with the prefix, if that is so."""
+    if any(module.name.startswith(f"{prefix}.") for module in verdict.modules):
+        return None
+    told = next((one for one in of_file if one.id in _TELL_PREFIX), None)
+    fits = "transformer" if told is None else told.evidence["prefix"]
+    by_pipeline = "load the file with the pipeline's load_lora_weights"
+    by_prefix = "pass prefix=None" if fits is None else f'pass prefix="{fits}"'
+    is_known = told is not None or any(module.name.startswith(f"{fits}.") for module in verdict.modules)
+    is_unnamed = told is not None and VERDICTS[told.id].of_pipeline
+    ways = [*([] if is_unnamed else [by_pipeline]), *([by_prefix] if is_known else [])]
+    how = ", or ".join(ways)
+    return verdict_finding(
+        "lora_other_prefix", {"prefix": prefix}, prefix=prefix, how=how[0].upper() + how[1:]
+    )
+
+
+_TELL_PREFIX: Final = frozenset({"lora_adapter_prefix", "lora_part_unnamed"})
+"""Findings on a file that hold which prefix suits its names."""
 
 
 def raised_by_loader(error: BaseException | str | None) -> str | None:

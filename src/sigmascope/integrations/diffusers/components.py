@@ -447,7 +447,8 @@ class LoraObserver(Observer):
                     guard.read("watch.lora", lambda: [*map(forget_fingerprints, models_in(target).values())])
                 self._tell_weights(stage, method, target, merged or (), bare)
                 models, baseline = seen or (self._models_of(target, kwargs), None)
-                self._analyse(stage, method, target, models, baseline, error, path)
+                prefix = _prefix_of(args, kwargs) if method == _LOADS_INTO_MODEL else None
+                self._analyse(stage, method, target, models, baseline, error, path, prefix)
 
         return after
 
@@ -521,6 +522,7 @@ class LoraObserver(Observer):
         baseline: Any,
         error: BaseException | None,
         path: str | None,
+        prefix: str | None,
     ) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
         from sigmascope.stages.lora_application import analyze_lora_application_results, in_short
@@ -541,6 +543,7 @@ class LoraObserver(Observer):
             fused=listed_as_fused(target),
             merges=method == "merge_and_unload",
             by_peft=method == _LOADS,
+            prefix=prefix,
         )
         model, _ = self._models.get(target) or (None, None)
         if merged_at := self.session.merged_before.strengths_in(target):
@@ -572,6 +575,16 @@ def _second(pipeline: object, kwargs: Keywords) -> object:
 
 
 _SECOND: Final = "transformer_2"
+
+
+_LOADS_INTO_MODEL: Final = "load_lora_adapter"
+"""By which a model of diffusers loads a file itself."""
+
+
+def _prefix_of(args: Arguments, kwargs: Keywords) -> str | None:
+    """With which names have to begin that a model's own loader takes; None: any."""
+    prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "transformer")
+    return prefix if isinstance(prefix, str) else None
 
 
 def _swaps(args: Arguments, kwargs: Keywords) -> bool:

@@ -273,3 +273,28 @@ def _load_ip_adapter(pipeline: Any, folder: Path) -> None:
     }
     torch.save({"image_proj": projection, "ip_adapter": layers}, folder / "ip.bin")
     pipeline.load_ip_adapter(str(folder), subfolder="", weight_name="ip.bin", image_encoder_folder=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "start", "prefix", "advice"),
+    [
+        ("flux", "transformer.", "unet", 'load_lora_weights, or pass prefix="transformer",'),
+        ("flux", "", "transformer", "Pass prefix=None,"),
+        ("sd15", "unet.", "transformer", 'load_lora_weights, or pass prefix="unet",'),
+        ("wan", "diffusion_model.", "transformer", "load_lora_weights, or convert it"),
+    ],
+)
+def test_a_model_s_own_loader_takes_the_names_with_its_prefix_alone(
+    family: str, start: str, prefix: str, advice: str
+) -> None:
+    pipeline, part = make_pipeline(family), FAMILIES[family].denoiser
+    state = lora_state(pipeline, [part], only="to_")
+    named = {start + name.removeprefix(f"{part}."): factor for name, factor in state.items()}
+    model = getattr(pipeline, part)
+    with sigmascope.watch(pipeline) as run:
+        model.load_lora_adapter(named, prefix=prefix, adapter_name="style")
+    assert not getattr(model, "peft_config", {})  # diffusers took nothing
+    first = run.stage("lora_application").facts["lora_application"]["findings"][0]
+    assert first["id"] == "lora_not_loaded"
+    assert f"its prefix ({prefix}.), and none in the file does" in first["message"]
+    assert advice in first["advice"]
