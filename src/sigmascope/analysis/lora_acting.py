@@ -141,7 +141,11 @@ def _acting_standing(run: Run) -> LoraStanding | None:
         if not _acts_beside(run, stage):
             return None  # what takes the others off is not heard of each model: a call tells
         sides = []
-    away = [name for name, _, patches in sides if _is_on_none_since(run, stage, name, patches)]
+    away = [
+        name
+        for name, _, patches in sides
+        if name not in left and _is_on_none_since(run, stage, name, patches)
+    ]
     sides = [side for side in sides if side[0] not in away]
     sides = sorted([*sides, *others], key=lambda side: side[0] == OF_ENCODERS)
     is_new = method.startswith("load_") or method in _MAKES
